@@ -1,0 +1,1 @@
+"""Fit and measure the codecs of compressed KV caches."""

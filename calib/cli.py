@@ -1,0 +1,200 @@
+"""`python -m calib fit` makes a codec, `python -m calib quality` tells what it costs. Heavy imports come last."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plugins.errors import UserError
+
+if TYPE_CHECKING:
+    from .models import LoadedModel
+
+DEFAULT_CONTEXT = 4096
+LEAST_CONTEXT = 64
+DEFAULT_RATIO = 0.172
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="python -m calib", description=__doc__)
+    commands = root.add_subparsers(dest="command", required=True)
+
+    fit = commands.add_parser("fit", help="fit a codec to a model", description="Fit a codec to a model.")
+    _common(fit)
+    fit.add_argument("--method", choices=("vqkv",), default="vqkv", help="compression method (default: vqkv)")
+    fit.add_argument(
+        "--ratio", type=float, default=DEFAULT_RATIO, help="fraction of the fp16 cache to keep (default: %(default)s)"
+    )
+    fit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one configuration field")
+    fit.add_argument("--out", type=Path, required=True, metavar="DIR", help="codec folder to write")
+    fit.add_argument("--effort", choices=("quick", "full"), help="default: full on a GPU, quick without one")
+    fit.add_argument("--seed", type=int, default=0)
+    fit.set_defaults(run=run_fit)
+
+    quality = commands.add_parser(
+        "quality", help="measure what a codec costs", description="Perplexity, KL and top-1 through a compressed cache."
+    )
+    _common(quality)
+    quality.add_argument("--codec", type=Path, required=True, metavar="DIR", help="codec folder")
+    quality.add_argument("--windows", type=int, default=8, help="windows per text (default: %(default)s)")
+    quality.set_defaults(run=run_quality)
+    return root
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
+    command.add_argument(
+        "--text", nargs="+", action="extend", default=[], metavar="FILE",
+        help="UTF-8 text (default: the topics of Python's help())",
+    )  # fmt: skip
+    command.add_argument(
+        "--context", type=int, help=f"tokens per window (default: {DEFAULT_CONTEXT}, or the model's limit)"
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; a fit goes on from the finished layers when run again", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run_fit(options: argparse.Namespace) -> None:
+    import torch
+
+    from plugins.vqkv.config import RATIO_SLACK, VQKVConfig
+
+    from .adapter import layer_specs
+    from .fit import fit_codec
+    from .models import load
+    from .texts import read_texts
+
+    if not 0 <= options.seed < 1 << 31:
+        raise UserError(f"--seed {options.seed} must be from 0 to 2147483647")
+    texts = read_texts(options.text)
+    loaded = load(options.model)
+    specs = layer_specs(loaded.model)
+    head_dim = next((spec.head_dim for spec in specs if spec.window == 0), specs[0].head_dim)
+    config = VQKVConfig.from_ratio(options.ratio, head_dim).override(options.set)
+    ratio = config.ratio(len(specs))
+    if ratio > options.ratio + RATIO_SLACK:
+        print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {options.ratio:g}", file=sys.stderr)
+    effort = options.effort or ("full" if torch.cuda.is_available() else "quick")
+    info = fit_codec(
+        loaded.model,
+        loaded.tokenizer,
+        config,
+        texts,
+        effort,
+        options.seed,
+        pick_context(options.context, loaded),
+        options.out,
+        model_name=loaded.name,
+        model_sha256=loaded.sha256,
+    )
+    report = {**info.to_json(), "ratio": round(ratio, 4), "out": str(options.out)}
+    if options.json:
+        print(json.dumps(report))
+        return
+    print(f"{config.summary()}: ratio {ratio:.4f}, {info.vectors} vectors, effort {effort}, seed {info.seed}")
+    print("held-out error per stage, as a fraction of the energy")
+    print("layer  K stages                 (fit)   V stages                 (fit)   dead entries")
+    for layer, sides in info.errors.items():
+        cells = [f"{_stages(sides[s]['stages']):<24} {sides[s]['train']:.4f}" for s in ("k", "v")]
+        print(f"{layer:>5}  {cells[0]}  {cells[1]}  {sides['k']['dead'] + sides['v']['dead']:>6}")
+    print(f"wrote {options.out}")
+
+
+def _stages(errors: Sequence[float]) -> str:
+    shown = [f"{error:.4f}" for error in errors]
+    return " ".join(shown if len(shown) <= 3 else [shown[0], "..", shown[-1]])
+
+
+def run_quality(options: argparse.Namespace) -> None:
+    import torch
+
+    from .adapter import layer_specs
+    from .codec import load as load_codec
+    from .models import load
+    from .quality import DECODED, measure
+    from .texts import read_texts, token_windows
+
+    if options.windows < 1:
+        raise UserError(f"--windows {options.windows} must be at least 1")
+    codec = load_codec(options.codec)
+    texts = read_texts(options.text)
+    loaded = load(options.model)
+    codec.check_model(layer_specs(loaded.model), loaded.sha256)
+    context = pick_context(options.context, loaded)
+    decoded = min(DECODED, context // 2)
+    model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    report: dict[str, Any] = {
+        "model": loaded.name,
+        "codec": str(options.codec),
+        "config": codec.config.to_json(),
+        "ratio": round(codec.config.ratio(codec.info.model["num_layers"]), 4),
+        "effort": codec.info.effort,
+        "context": context,
+        "decoded": decoded,
+        "texts": {},
+    }
+    for text in texts:
+        windows = token_windows(loaded.tokenizer, [text], context, options.windows)
+        if not windows:
+            raise UserError(f"--text {text.name} has fewer than {context} tokens; give a longer one or --context")
+        with _bar(text.name, len(windows)) as advance:
+            score = measure(model, codec, windows, decoded, advance)
+        report["texts"][text.name] = {"sha256": text.sha256, **score.summary()}
+    if options.json:
+        print(json.dumps(report))
+        return
+    print(
+        f"{codec.config.summary()}: ratio {report['ratio']:.4f}, {report['effort']} fit; "
+        f"context {context}, last {decoded} decoded"
+    )
+    print(f"{'text':<24} windows  ppl exact     ppl   increase (95 % interval)      KL       top-1")
+    for name, row in report["texts"].items():
+        low, high = row["interval"]
+        print(
+            f"{name[:24]:<24} {row['windows']:>7}  {row['ppl_exact']:>9.3f} {row['ppl']:>9.3f}  "
+            f"{row['increase']:>+7.2%} ({low:+.2%} to {high:+.2%})  {row['kl']:.5f}  {row['top1']:.4f}"
+        )
+    mean = sum(row["increase"] for row in report["texts"].values()) / len(report["texts"])
+    print(f"mean perplexity increase {mean:+.2%}")
+
+
+def pick_context(asked: int | None, loaded: LoadedModel) -> int:
+    """Tokens per window: what was asked for, within the model's limit."""
+    limit = int(getattr(loaded.model.config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+    if asked is None:
+        return min(limit, DEFAULT_CONTEXT)
+    if not LEAST_CONTEXT <= asked <= limit:
+        raise UserError(f"--context {asked} must be from {LEAST_CONTEXT} to the model's limit of {limit}")
+    return asked
+
+
+def _bar(label: str, total: int) -> Any:
+    """A progress bar on stderr, as a function that advances it by one."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar() -> Any:
+        with Progress(console=Console(stderr=True)) as bars:
+            task = bars.add_task(label, total=total)
+            yield lambda: bars.advance(task)
+
+    return bar()

@@ -1,0 +1,354 @@
+"""Model and codec in, verified engine folder out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plugins.errors import UserError
+from runtime.artefact import FORMAT, write_config
+
+if TYPE_CHECKING:
+    from calib.codec import Codec
+    from calib.models import LoadedModel
+    from plugins.layer import LayerSpec
+    from plugins.vqkv.config import VQKVConfig
+
+    from .passes import Assembly
+
+KVPACK = "0.1.0"
+METHODS = ("none", "vqkv")
+BACKENDS = ("onnxruntime",)
+DTYPES = {"fp32": "float32", "fp16": "float16"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+DEFAULT_RATIO = 0.172
+BYTE_ENTRIES = 256
+FIT_CONTEXT = 4096  # windows of the fit, unless the model's limit is shorter
+QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What `python -m export build` was asked for; see its --help."""
+
+    out: Path
+    model: str | None = None
+    method: str = "vqkv"
+    ratio: float | None = None
+    codec: Path | None = None
+    backend: str = "onnxruntime"
+    dtype: str = "fp32"
+    kv_dtype: str = "fp16"
+    max_length: int | None = None
+    texts: Sequence[Path] = ()
+    effort: str = "quick"
+    settings: Sequence[str] = ()
+    seed: int = 0
+    context: int | None = None
+    progress: bool = True
+
+
+class BuildFailed(UserError):
+    """A check of the build's own verification did not hold."""
+
+
+def build(options: BuildOptions, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Build the engine at options.out, check it, and return its report.
+
+    The folder appears under its name only when every check held. Raises UserError (BuildFailed for a failed check).
+    """
+    _check_options(options)
+    with _folder_in_the_making(options.out) as folder:
+        from calib import models
+
+        say("Reading the model")
+        loaded = models.load(options.model, progress=options.progress)
+        _max_length(options, loaded)
+        _check_disk(loaded, options, folder)
+        codec = None
+        if options.method == "vqkv":
+            say("Preparing the codec")
+            codec = _codec(options, loaded)
+        quality = _quality(options, loaded, codec, say)
+        say("Tracing the model to a graph")
+        config = write_engine(folder, loaded, codec, options)
+        del loaded  # the weights are in the graph now
+        report = _prove(options, folder, config, codec, quality, say)
+        write_config(folder, config)
+    return report
+
+
+def write_engine(folder: Path, loaded: LoadedModel, codec: Codec | None, options: BuildOptions) -> dict[str, Any]:
+    """Write graph, codec, tokenizer and config.json of an engine into `folder`, unverified; returns the configuration.
+
+    Casts loaded.model to options.dtype.
+    """
+    from safetensors.torch import save_file
+
+    from calib import codec as codecs
+    from calib.adapter import layer_specs
+
+    specs = layer_specs(loaded.model)
+    limit = _max_length(options, loaded)
+    assembly = _write_graph(options, loaded, codec, specs, limit, folder)
+    if codec is not None:
+        save_file(codec.tensors(), folder / codecs.TENSORS)
+        (folder / codecs.DESCRIPTION).write_text(json.dumps(codec.info.to_json(), indent=1) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        if (loaded.folder / name).is_file():
+            shutil.copyfile(loaded.folder / name, folder / name)
+    return write_config(folder, _config(options, loaded, codec, specs, limit, assembly))
+
+
+def _check_options(options: BuildOptions) -> None:
+    if options.method not in METHODS:
+        raise UserError(f"--method {options.method} is unknown: use one of {', '.join(METHODS)}")
+    if options.backend not in BACKENDS:
+        raise UserError(f"--backend {options.backend} is unknown: use one of {', '.join(BACKENDS)}")
+    if options.out.exists():
+        raise UserError(f"--out {options.out} exists already: name another folder or remove it")
+    if options.method == "none":
+        for name, value in (("--ratio", options.ratio), ("--codec", options.codec), ("--set", options.settings)):
+            if value:
+                raise UserError(f"{name} has no meaning with --method none, which does not compress: leave it out")
+    if options.codec is not None:
+        for name, value in (("--ratio", options.ratio), ("--set", options.settings), ("--text", options.texts)):
+            if value:
+                raise UserError(f"{name} cannot change the finished codec of --codec {options.codec}: leave one out")
+
+
+@contextmanager
+def _folder_in_the_making(out: Path):
+    """A temporary folder beside `out`, renamed to it when the block succeeds and removed when it does not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _max_length(options: BuildOptions, loaded: LoadedModel) -> int:
+    own = int(loaded.model.config.max_position_embeddings)
+    if options.max_length is None:
+        return own
+    if not 1 <= options.max_length <= own:
+        raise UserError(f"--max-length {options.max_length} must be between 1 and the model's own limit of {own}")
+    return options.max_length
+
+
+def _check_disk(loaded: LoadedModel, options: BuildOptions, folder: Path) -> None:
+    size = {"fp32": 4, "fp16": 2}[options.dtype]
+    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * 1.1) + (64 << 20)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{options.out.parent} has {free >> 20} MiB free and the engine needs {needed >> 20}: make room"
+        )
+
+
+def method_config(ratio: float | None, settings: Sequence[str], head_dim: int) -> VQKVConfig:
+    """The configuration for `--ratio` (default 0.172) with `--set` applied."""
+    from plugins.vqkv.config import VQKVConfig
+
+    return VQKVConfig.from_ratio(DEFAULT_RATIO if ratio is None else ratio, head_dim).override(settings)
+
+
+def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
+    """The codec given, or one fitted now."""
+    from calib import codec as codecs
+    from calib.adapter import layer_specs
+    from calib.fit import fit_codec
+    from calib.gguf import cache_folder
+    from calib.texts import read_texts
+
+    specs = layer_specs(loaded.model)
+    if options.codec is not None:
+        codec = codecs.load(options.codec)
+        codec.check_model(specs, loaded.sha256)
+        _refuse_unexportable(codec.config)
+        return codec
+    compressible = [spec for spec in specs if not spec.window]
+    config = method_config(options.ratio, options.settings, (compressible or specs)[0].head_dim)
+    _refuse_unexportable(config)
+    texts = read_texts(options.texts)
+    context = options.context or min(FIT_CONTEXT, int(loaded.model.config.max_position_embeddings))
+    identity = {
+        "kvpack": KVPACK,
+        "model": loaded.sha256,
+        "config": config.to_json(),
+        "texts": [text.sha256 for text in texts],
+        "fit": [options.effort, options.seed, context],
+    }
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    out = cache_folder() / "codecs" / key
+    if not (out / codecs.DESCRIPTION).is_file():
+        fit_codec(
+            *(loaded.model, loaded.tokenizer, config, texts, options.effort, options.seed, context, out),
+            options.progress,
+            model_name=loaded.name,
+            model_sha256=loaded.sha256,
+        )
+    return codecs.load(out)
+
+
+def _refuse_unexportable(config: VQKVConfig) -> None:
+    for side, entries in (("k", config.k_entries), ("v", config.v_entries)):
+        if entries > BYTE_ENTRIES:
+            raise UserError(
+                f"{side}_entries={entries} does not fit the engine's byte codes: use at most {BYTE_ENTRIES} "
+                f"(--set {side}_entries={BYTE_ENTRIES}), larger codebooks can only be fitted and measured"
+            )
+
+
+def _quality(
+    options: BuildOptions, loaded: LoadedModel, codec: Codec | None, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """What the codec loses on windows of its own text, simulated in torch; the eval commands measure other texts."""
+    from calib.quality import measure
+    from calib.texts import read_texts, token_windows
+
+    if codec is None:
+        return None
+    say("Measuring what the codec loses")
+    context = min(QUALITY_CONTEXT, int(loaded.model.config.max_position_embeddings))
+    texts = read_texts(options.texts)
+    windows = token_windows(loaded.tokenizer, texts, context, QUALITY_WINDOWS)
+    if not windows:
+        return None
+    summary = measure(loaded.model, codec, windows, decoded=context // 4).summary()
+    return {"text": [text.name for text in texts], "context": context, **summary}
+
+
+def _write_graph(
+    options: BuildOptions,
+    loaded: LoadedModel,
+    codec: Codec | None,
+    specs: Sequence[LayerSpec],
+    limit: int,
+    folder: Path,
+) -> Assembly:
+    """Trace, rewrite, save. Returns the assembly, whose inputs and outputs are the tensor contract."""
+    import onnx_ir as ir
+    import torch
+
+    from calib.adapter import rope_tables
+    from plugins.dense import onnx_body as dense
+    from plugins.vqkv import onnx_body as vqkv
+
+    from .passes import Assembly, assemble
+    from .trace import trace
+
+    state = ir.DataType.from_numpy(np.dtype(DTYPES[options.kv_dtype]))
+    ropes = [(cos.numpy(), sin.numpy()) for cos, sin in rope_tables(loaded.model, limit)]
+    plans, tables = [], []
+    for spec in specs:
+        sides = codec.layers.get(spec.layer) if codec else None
+        if sides is None:
+            plans.append(dense.plan(spec, state))
+            tables.append({})
+        else:
+            plans.append(vqkv.plan(spec, codec.config, state))
+            tables.append(
+                {f"{side}_{part}": getattr(q, part).numpy() for side, q in sides.items() for part in vqkv.TABLES}
+            )
+    model = loaded.model.to(getattr(torch, DTYPES[options.dtype]))
+    assembly = Assembly(trace(model), specs, plans, tables, ropes)
+    assemble(assembly)
+    ir.save(assembly.model, folder / "model.onnx", external_data="model.onnx.data")
+    return assembly
+
+
+def _config(
+    options: BuildOptions,
+    loaded: LoadedModel,
+    codec: Codec | None,
+    specs: Sequence[LayerSpec],
+    limit: int,
+    assembly: Assembly,
+) -> dict[str, Any]:
+    method: dict[str, Any] = {"name": "none", "config": {}, "ratio": 1.0}
+    if codec is not None:
+        method = {
+            "name": "vqkv",
+            "config": codec.config.to_json(),
+            "ratio": codec.config.ratio(len(specs)),
+            "layers": sorted(codec.layers),
+        }
+    return {
+        "format": FORMAT,
+        "kvpack": KVPACK,
+        "model": {
+            "name": loaded.name,
+            "architecture": type(loaded.model).__name__,
+            "sha256": loaded.sha256,
+            "vocab_size": int(loaded.model.config.vocab_size),
+            "num_layers": len(specs),
+            "num_kv_heads": specs[0].num_kv_heads,
+            "head_dim": specs[0].head_dim,
+        },
+        "method": method,
+        "dtype": options.dtype,
+        "kv_dtype": options.kv_dtype,
+        "limits": {"max_length": limit},
+        "geometry": codec.config.geometry().to_json() if codec else None,
+        "inputs": [spec.to_json() for spec in assembly.inputs],
+        "outputs": [spec.to_json() for spec in assembly.outputs],
+        "fixed_bytes": sum(array.nbytes for tables in assembly.tables for array in tables.values()),
+        "target": {
+            "backend": options.backend,
+            "versions": {name: version(name) for name in ("onnxruntime", "onnx", "torch", "transformers")},
+        },
+    }
+
+
+def _prove(
+    options: BuildOptions,
+    folder: Path,
+    config: dict[str, Any],
+    codec: Codec | None,
+    quality: dict[str, Any] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run every check on the finished folder and write report.json. Raises BuildFailed when one does not hold."""
+    from calib.texts import default_text
+    from runtime import Engine
+
+    from . import verify
+    from .inspect import memory_table
+
+    say("Checking the engine against the model")
+    with Engine.open(folder) as engine:
+        sequences, prompts = verify.verification_tokens(engine, default_text().content)
+        checks = verify.against_model(engine, options.model or "smollm2", sequences, prompts)
+        verify.make_canary(engine, sequences, prompts, folder)
+        memory = memory_table(engine.artefact)
+    report = {
+        "checks": [check.to_json() for check in checks],
+        "method": config["method"],
+        "memory": memory,
+        "fixed_bytes": config["fixed_bytes"],
+        "quality": quality,
+        "codec": codec.info.to_json() if codec else None,
+    }
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    failed = [check for check in checks if not check.ok]
+    if failed:
+        worst = failed[0]
+        raise BuildFailed(
+            f"{worst.name} is {worst.value:.3g}, above {worst.limit:.3g}: no engine was written; "
+            "please report this model, or try --dtype fp32 and --kv-dtype fp32"
+        )
+    return report

@@ -1,0 +1,48 @@
+"""What an engine holds and costs: method, tensors, aliases, bytes, break-even length. Reads config.json only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.artefact import Artefact, fp16_bytes, state_bytes
+
+LENGTHS = (4096, 32768, 131072)
+
+
+def memory_table(artefact: Artefact) -> list[dict[str, float]]:
+    """Bytes at each length of LENGTHS up to the limit (and at the limit): one sequence, as the runtime holds them."""
+    limit = artefact.max_length
+    rows = []
+    for tokens in sorted({*(n for n in LENGTHS if n <= limit), limit}):
+        held, dense = state_bytes(artefact, tokens), fp16_bytes(artefact, tokens)
+        fixed = artefact.config["fixed_bytes"]
+        rows.append(
+            {
+                "tokens": tokens,
+                "bytes": held,
+                "bytes_per_token": held / tokens,
+                "fp16_bytes": dense,
+                "ratio": held / dense,
+                "ratio_with_fixed": (held + fixed) / dense,
+            }
+        )
+    return rows
+
+
+def describe(artefact: Artefact) -> dict[str, Any]:
+    """Everything `inspect` prints, as JSON."""
+    config = artefact.config
+    return {
+        "model": config["model"],
+        "method": config["method"],
+        "dtype": config["dtype"],
+        "kv_dtype": config["kv_dtype"],
+        "max_length": artefact.max_length,
+        "geometry": config["geometry"],
+        "tensors": [spec.to_json() for spec in (*artefact.inputs, *artefact.outputs)],
+        "aliases": {spec.name: spec.alias for spec in artefact.states},
+        "fixed_bytes": config["fixed_bytes"],
+        "memory": memory_table(artefact),
+        "break_even": artefact.break_even,
+        "target": config["target"],
+    }

@@ -1,0 +1,61 @@
+"""The torch side of verification, in a process of its own: what the engine should have answered.
+
+`python -m export.oracle REQUEST RESULT`: REQUEST is a JSON file, RESULT a safetensors file (both in a temporary folder).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from calib import codec as codecs
+from calib import models
+from calib.reference import ReferenceModel
+from plugins.errors import UserError
+
+
+@torch.no_grad()
+def answer(request: dict[str, Any]) -> dict[str, Tensor]:
+    """Logits of the eager model at the prompts' picks, and of the reference caches at every decode step.
+
+    request: model, sha256, codec (folder or null), engine (safetensors with the engine's codes), sequences (token
+    lists), prompts (lengths), picks (positions per sequence), max_length, state_dtype.
+    """
+    loaded = models.load(request["model"], progress=False)
+    if loaded.sha256 != request["sha256"]:
+        raise UserError(f"{request['model']} is not the model the engine was built from: pass that one to --model")
+    codec = codecs.load(request["codec"]) if request["codec"] else None
+    found = load_file(request["engine"])
+    results: dict[str, Tensor] = {}
+    for number, (tokens, prompt) in enumerate(zip(request["sequences"], request["prompts"], strict=True)):
+        eager = loaded.model(input_ids=torch.tensor([tokens[:prompt]]), use_cache=False).logits[0].float()
+        results[f"{number}.prefill"] = eager[request["picks"][number]].clone()
+        del eager
+        codes = {
+            layer: tuple(found[f"{number}.{layer}.{side}"].long() for side in "kv")
+            for layer in (codec.layers if codec else ())
+        }
+        reference = ReferenceModel(
+            loaded.model, codec, request["max_length"], getattr(torch, request["state_dtype"]), codes
+        )
+        reference.step(tokens[:prompt])
+        results[f"{number}.decode"] = torch.cat([reference.step([token]) for token in tokens[prompt:]])
+        for layer in codes:
+            for side, own, gaps in zip("kv", reference.caches[layer].codes, reference.caches[layer].gaps, strict=True):
+                results[f"{number}.{layer}.{side}"] = own.short()
+                results[f"{number}.{layer}.{side}.gap"] = gaps
+    return {name: tensor.contiguous() for name, tensor in results.items()}
+
+
+if __name__ == "__main__":
+    try:
+        save_file(answer(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), sys.argv[2])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,98 @@
+"""What the export commands print for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_out = Console()
+_err = Console(stderr=True)
+
+
+class Steps:
+    """Names the step in progress on stderr and, when it ends, how long it took."""
+
+    def __enter__(self) -> Steps:
+        self._name, self._since = "", time.monotonic()
+        return self
+
+    def __call__(self, name: str) -> None:
+        self._finish()
+        self._name, self._since = name, time.monotonic()
+        _err.print(f"{name} ...", style="dim", highlight=False)
+
+    def _finish(self) -> None:
+        if self._name:
+            _err.print(f"{self._name}: {time.monotonic() - self._since:.0f} s", style="dim", highlight=False)
+        self._name = ""
+
+    def __exit__(self, *_: object) -> None:
+        self._finish()
+
+
+def show_checks(checks: Sequence[Mapping[str, Any]]) -> None:
+    table = Table("check", "measured", "allowed", "", title="Verification")
+    for check in checks:
+        verdict = "[green]holds[/]" if check["ok"] else "[red]FAILS[/]"
+        table.add_row(check["name"], f"{check['value']:.2e}", f"{check['limit']:.2e}", f"{verdict} {check['detail']}")
+    _out.print(table)
+
+
+def _memory(rows: Sequence[Mapping[str, Any]], fixed: int) -> Table:
+    table = Table(
+        "tokens", "cache", "bytes/token", "fp16 cache", "of fp16", "of fp16, tables counted",
+        title=f"Memory of one sequence (tables of the engine: {_mib(fixed)})",
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            f"{row['tokens']:,}", _mib(row["bytes"]), f"{row['bytes_per_token']:,.0f}", _mib(row["fp16_bytes"]),
+            f"{row['ratio']:.4f}", f"{row['ratio_with_fixed']:.4f}",
+        )  # fmt: skip
+    return table
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def show_report(report: Mapping[str, Any], out: Path) -> None:
+    """The table a build ends with."""
+    show_checks(report["checks"])
+    method, quality = report["method"], report["quality"]
+    _out.print(_memory(report["memory"], report["fixed_bytes"]))
+    if quality:
+        _out.print(
+            f"Lost, on {', '.join(quality['text'])} at {quality['context']} tokens: perplexity {quality['ppl_exact']:.2f} -> "
+            f"{quality['ppl']:.2f} ({quality['increase']:+.2%}), KL divergence {quality['kl']:.4f} nats, "
+            f"same top token {quality['top1']:.1%}",
+            highlight=False,
+        )
+    _out.print(f"Method {method['name']}, ratio {method['ratio']:.4f}. Engine: {out}", highlight=False)
+
+
+def show_description(d: Mapping[str, Any]) -> None:
+    """What `inspect` prints."""
+    model, method = d["model"], d["method"]
+    _out.print(
+        f"{model['name']} ({model['architecture']}), {model['num_layers']} layers, {model['num_kv_heads']} KV heads of "
+        f"{model['head_dim']}; weights {d['dtype']}, exact cache rows {d['kv_dtype']}, up to {d['max_length']:,} tokens",
+        highlight=False,
+    )
+    _out.print(f"method {method['name']}, ratio {method['ratio']:.4f} by the paper's accounting", highlight=False)
+    for key, value in method["config"].items():
+        _out.print(f"  {key} = {value}", highlight=False)
+    table = Table("tensor", "role", "dtype", "shape", "written in place by", title="Tensor contract")
+    for spec in d["tensors"]:
+        shape = " x ".join(str(dim) for dim in spec["shape"])
+        table.add_row(spec["name"], spec["role"], spec["dtype"], shape or "scalar", spec["alias"] or "")
+    _out.print(table)
+    _out.print(_memory(d["memory"], d["fixed_bytes"]))
+    even = d["break_even"]
+    _out.print(
+        f"Break-even with an fp16 cache, tables counted: {f'{even:,} tokens' if even else 'never'}", highlight=False
+    )

@@ -1,0 +1,228 @@
+"""Proof that an engine computes what it claims: against the eager model, against the reference caches, against itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from plugins.errors import UserError
+from runtime import Engine
+from runtime.session import Session
+
+CANARY = "canary.safetensors"
+PICKS = 32  # prompt positions whose logits are compared
+STEPS = 64  # decode steps of the build's own check
+CANARY_STEPS = 8
+LOGITS_PREFILL = 2e-4  # max abs, float32, against the eager model, times the scale of the logits (below)
+LOGITS_DECODE = 2e-3  # max abs, float32, against the reference caches
+LOGIT_SCALE = 10.0  # logits larger than this loosen the prefill bound in proportion: float32 has no more digits
+TIE = {"fp32": 1e-4, "fp16": 5e-3}  # relative gap of squared distances under which two codes are a tie
+FP16_KL, FP16_TOP1 = 1e-4, 0.99  # instead of differences, where fp16 weights or cache rows are rounded
+
+
+@dataclass
+class Check:
+    """One measured number and its bound; `ok` says whether it holds."""
+
+    name: str
+    value: float
+    limit: float
+    ok: bool
+    detail: str = ""
+
+    @classmethod
+    def at_most(cls, name: str, value: float, limit: float, detail: str = "") -> Check:
+        return cls(name, float(value), float(limit), bool(value <= limit), detail)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def verification_tokens(engine: Engine, text: str) -> tuple[list[list[int]], list[int]]:
+    """Two sequences of different lengths that cross the window and several blocks, and their prompt lengths."""
+    geometry = engine.artefact.geometry
+    base = geometry.sinks + geometry.window if geometry else 96
+    block = geometry.block if geometry else 32
+    limit = engine.artefact.max_length
+    ids = engine.text.encode(text)
+    prompts = [base + 3 * block + 5, max(base - block // 2, 2)]
+    steps = min(STEPS, limit - max(prompts))
+    if steps < 1:
+        raise UserError(
+            f"--max-length {limit} leaves no room to check the codes: it must be at least {max(prompts) + 1} with "
+            f"these sinks, window and block"
+        )
+    needed = sum(prompts) + 2 * steps
+    while len(ids) < needed:
+        ids = ids + ids
+    sequences = [ids[: prompts[0] + steps], ids[needed - prompts[1] - steps : needed]]
+    return sequences, prompts
+
+
+def against_model(
+    engine: Engine, model: str, sequences: Sequence[Sequence[int]], prompts: Sequence[int]
+) -> list[Check]:
+    """Prefill against the eager model and decode against the reference caches, both run by `export.oracle`.
+
+    sequences: token ids, all with the same number of tokens after their prompt. Raises UserError when `model` is not
+    the engine's model.
+    """
+    artefact = engine.artefact
+    picks = [np.linspace(0, n - 1, min(n, PICKS)).astype(np.int64) for n in prompts]
+    with engine.session(batch=len(sequences)) as session:
+        width = max(len(p) for p in picks)
+        padded = np.stack([np.pad(p, (0, width - len(p)), mode="edge") for p in picks])
+        prefill = session.prefill([s[:n] for s, n in zip(sequences, prompts, strict=True)], logits=padded)
+        rest = [s[n:] for s, n in zip(sequences, prompts, strict=True)]
+        decode = np.stack([session.decode(tokens) for tokens in zip(*rest, strict=True)], axis=1)  # [B, T, V]
+        codes = stored_codes(session)
+    alone = []
+    for tokens, prompt in zip(sequences, prompts, strict=True):
+        with engine.session() as session:
+            session.prefill(list(tokens[:prompt]))
+            alone.append(np.stack([session.decode([token])[0] for token in tokens[prompt:]]))
+    request = {
+        "model": model,
+        "sha256": artefact.config["model"]["sha256"],
+        "codec": str(artefact.path) if codes else None,
+        "sequences": [[int(t) for t in s] for s in sequences],
+        "prompts": [int(n) for n in prompts],
+        "picks": [p.tolist() for p in picks],
+        "max_length": max(len(s) for s in sequences),
+        "state_dtype": {"fp16": "float16", "fp32": "float32"}[artefact.config["kv_dtype"]],
+    }
+    expected = ask_oracle(request, codes)
+    exact = [expected[f"{i}.prefill"] for i in range(len(sequences))]
+    cached = [expected[f"{i}.decode"] for i in range(len(sequences))]
+    got = [prefill[i, : len(p)] for i, p in enumerate(picks)]
+    checks = _closeness(
+        "prefill against the eager model", got, exact, artefact.config["dtype"] == "fp16", LOGITS_PREFILL * _scale(exact)
+    )
+    half = _is_half(artefact.config)
+    checks += _closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
+    checks += _closeness("batch of 2 against each alone", list(decode), alone, half, LOGITS_DECODE)
+    return checks + _codes(codes, expected, TIE["fp16" if half else "fp32"])
+
+
+def _is_half(config: dict[str, object]) -> bool:
+    """Whether decoding rounds to fp16 somewhere: then two sums that differ in the last bit may round apart."""
+    return "fp16" in (config["dtype"], config["kv_dtype"])
+
+
+def _scale(logits: Sequence[np.ndarray]) -> float:
+    return max(1.0, max(float(np.abs(x).max()) for x in logits) / LOGIT_SCALE)
+
+
+def stored_codes(session: Session) -> dict[str, np.ndarray]:
+    """The codes a session holds: "<sequence>.<layer>.<k|v>" -> int16 [H, n, L]."""
+    artefact = session.engine.artefact
+    found = {}
+    for spec in artefact.states:
+        if "code_rows" in spec.shape:
+            layer, side = spec.name.removeprefix("layer").split(".codes_")
+            carrier = session.state(spec.name)
+            for number, length in enumerate(session.lengths):
+                rows = artefact.geometry.encoded(int(length))
+                found[f"{number}.{layer}.{side}"] = carrier[number, :, :rows].astype(np.int16) + 128
+    return found
+
+
+def ask_oracle(request: dict[str, object], codes: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run the torch side in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("request.json", "codes.safetensors", "result.safetensors")]
+        save_file(codes or {"none": np.zeros(1, np.int16)}, paths[1])
+        paths[0].write_text(json.dumps({**request, "engine": str(paths[1])}), encoding="utf-8")
+        command = [sys.executable, "-m", "export.oracle", str(paths[0]), str(paths[2])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 2:
+            raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+        if done.returncode:
+            raise RuntimeError(f"the reference process failed:\n{done.stderr}")
+        return load_file(paths[2])
+
+
+def _closeness(
+    name: str, got: Sequence[np.ndarray], expected: Sequence[np.ndarray], half: bool, limit: float
+) -> list[Check]:
+    """Largest difference of the logits; where fp16 is involved KL divergence and top-1 agreement instead."""
+    if not half:
+        worst = max(float(np.abs(g - e).max()) for g, e in zip(got, expected, strict=True))
+        return [Check.at_most(f"{name}: max |difference of logits|", worst, limit)]
+    g, e = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in side]) for side in (got, expected))
+    true, approx = log_softmax(e), log_softmax(g)
+    kl = float((np.exp(true) * (true - approx)).sum(-1).mean())
+    differ = float((g.argmax(-1) != e.argmax(-1)).mean())
+    return [
+        Check.at_most(f"{name}: KL divergence", kl, FP16_KL),
+        Check.at_most(f"{name}: share of differing top-1", differ, 1 - FP16_TOP1),
+    ]
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x.astype(np.float64) - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def _codes(codes: dict[str, np.ndarray], expected: dict[str, np.ndarray], tie: float) -> list[Check]:
+    """Codes must equal the reference's up to the first tie of a vector; later lookups of it are not compared."""
+    wrong = flips = total = 0
+    for name, got in codes.items():
+        own, gap = expected[name], expected[f"{name}.gap"]
+        differs = got != own
+        tied = np.cumsum((gap < tie) & differs, axis=-1) > 0  # from a flipped tie on
+        wrong += int((differs & ~tied).sum())
+        flips += int(((gap < tie) & differs).sum())
+        total += got.size
+    if not codes:
+        return []
+    return [Check.at_most("codes that differ and are no ties", wrong, 0, f"{flips} flipped ties of {total} codes")]
+
+
+def make_canary(engine: Engine, sequences: Sequence[Sequence[int]], prompts: Sequence[int], folder: Path) -> None:
+    """Store the engine's own logits on a few tokens, so that a later host can tell whether it computes the same."""
+    tokens = np.stack([np.asarray(s[: min(prompts) + CANARY_STEPS], np.int64) for s in sequences])
+    save_file({"tokens": tokens, "logits": _replay(engine, tokens)}, folder / CANARY)
+
+
+def _replay(engine: Engine, tokens: np.ndarray) -> np.ndarray:
+    """float32 [B, 2, V]: logits after the prompt and after the last decode step."""
+    with engine.session(batch=len(tokens)) as session:
+        first = session.prefill(tokens[:, :-CANARY_STEPS].tolist())[:, 0]
+        for step in range(CANARY_STEPS):
+            last = session.decode(tokens[:, step - CANARY_STEPS].tolist())
+    return np.stack([first, last], axis=1)
+
+
+def against_canary(engine: Engine) -> list[Check]:
+    """The stored logits, recomputed here."""
+    path = engine.artefact.path / CANARY
+    if not path.is_file():
+        raise UserError(f"{path} is missing: rebuild the engine with `python -m export build`")
+    stored = load_file(path)
+    half = _is_half(engine.artefact.config)
+    got, expected = _replay(engine, stored["tokens"]), stored["logits"]
+    return _closeness("logits stored at build", list(got), list(expected), half, LOGITS_DECODE)
+
+
+def verify(
+    path: str | Path, model: str | None, provider: str = "cpu", say: Callable[[str], None] = lambda _: None
+) -> list[Check]:
+    """Check a built engine: hashes, contract, aliases and stored logits; with `model`, the model and references too."""
+    from calib.texts import default_text
+
+    with Engine.open(path, provider=provider) as engine:  # hashes, contract and aliases
+        say("stored logits")
+        checks = against_canary(engine)
+        if model is not None:
+            say("model and reference caches")
+            checks += against_model(engine, model, *verification_tokens(engine, default_text().content))
+    return checks

@@ -1,0 +1,138 @@
+"""The tensor contract between an engine's graph and whoever runs it: roles, shapes, state bytes. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from plugins.geometry import Geometry
+
+# Inputs that the host fills at every step, with their dtype and shape; state inputs are free in both.
+HOST_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tokens": ("int64", ("batch", "sequence")),
+    "past_len": ("int32", ("batch",)),
+    "new_len": ("int32", ("batch",)),
+    "live": ("int32", ()),
+    "logit_index": ("int64", ("batch", "picks")),
+    "enc_src": ("int32", ("batch", "encode")),
+    "enc_dst": ("int32", ("batch", "encode")),
+}
+STATE_DTYPES = ("float16", "float32", "int8", "int16", "int32")
+ROW_SYMBOLS = ("rows", "code_rows")
+GROWTH = 1.25  # a full cache grows by this factor ...
+CAPACITY_STEP = 256  # ... rounded up to this many tokens
+LIVE_STEP = 32  # `live` is the longest past rounded up to this many tokens
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output.
+
+    dtype: numpy name. shape: integers or symbols ("batch", "sequence", "picks", "encode", "rows", "code_rows").
+    alias: for a state input, the output that is written to the same memory; None otherwise.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    alias: str | None = None
+
+    @property
+    def row_symbol(self) -> str | None:
+        """ "rows" or "code_rows" when the tensor grows with the sequence, None when its size is fixed."""
+        return next((dim for dim in self.shape if dim in ROW_SYMBOLS), None)
+
+    @property
+    def row_axis(self) -> int | None:
+        symbol = self.row_symbol
+        return None if symbol is None else self.shape.index(symbol)
+
+    def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with every symbol replaced by its size."""
+        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        return int(np.prod(self.dims(sizes), dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "role": self.role,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "alias": self.alias,
+        }
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, object]) -> TensorSpec:
+        """Raises TypeError or ValueError when `entry` is not a tensor spec."""
+        unknown = set(entry) - {"name", "role", "dtype", "shape", "alias"}
+        if unknown:
+            raise ValueError(f"unknown key {min(unknown)!r}")
+        name, role, dtype, shape = (entry[key] for key in ("name", "role", "dtype", "shape"))
+        alias = entry.get("alias")
+        if not all(isinstance(text, str) for text in (name, role, dtype, alias or "")):
+            raise TypeError(f"name, role, dtype and alias of {name!r} must be strings")
+        if not isinstance(shape, list) or not all(type(dim) in (int, str) for dim in shape):
+            raise TypeError(f"the shape of {name!r} must be a list of integers and symbols")
+        return cls(name, role, dtype, tuple(shape), alias)
+
+
+def row_count(symbol: str, stored: int, geometry: Geometry | None) -> int:
+    """Rows of `symbol` that hold data once `stored` tokens are in the cache (the trash row not counted)."""
+    if symbol == "rows":
+        return stored
+    if geometry is None:
+        raise ValueError("code_rows needs a geometry")
+    return int(geometry.encoded(stored))
+
+
+def state_sizes(capacity: int, geometry: Geometry | None, batch: int = 1) -> dict[str, int]:
+    """Sizes of the symbols that a state shape may contain; the last row of each row symbol is the trash row."""
+    sizes = {"batch": batch, "rows": capacity + 1}
+    if geometry is not None:
+        sizes["code_rows"] = row_count("code_rows", capacity, geometry) + 1
+    return sizes
+
+
+def bytes_at(specs: Iterable[TensorSpec], capacity: int, geometry: Geometry | None, batch: int = 1) -> int:
+    """Bytes of the state tensors among `specs` when allocated for `capacity` tokens per sequence."""
+    sizes = state_sizes(capacity, geometry, batch)
+    return sum(spec.nbytes(sizes) for spec in specs if spec.role == "state")
+
+
+def capacity_for(tokens: int, max_length: int, current: int = 0) -> int:
+    """Capacity a session holding `current` tokens' worth of rows allocates once it needs `tokens`."""
+    if tokens <= current:
+        return current
+    wanted = max(tokens, int(current * GROWTH))
+    return max(tokens, min(-(-wanted // CAPACITY_STEP) * CAPACITY_STEP, max_length))
+
+
+def dense_bytes(model: Mapping[str, int], tokens: int, itemsize: int = 2) -> int:
+    """Bytes of a plain K/V cache of `tokens` tokens; `model` is the "model" entry of config.json."""
+    return 2 * model["num_layers"] * model["num_kv_heads"] * model["head_dim"] * itemsize * tokens
+
+
+def break_even(
+    specs: Iterable[TensorSpec], geometry: Geometry | None, model: Mapping[str, int], fixed_bytes: int
+) -> int | None:
+    """Shortest length from which fixed plus per-sequence bytes stay at or below a plain fp16 cache; None if never.
+
+    Capacity is taken equal to the length. A block of codes is added at once, so only block boundaries are candidates.
+    """
+    states = [spec for spec in specs if spec.role == "state"]
+    if geometry is None:
+        return None
+
+    def gain(blocks: int) -> int:
+        tokens = geometry.sinks + geometry.window + blocks * geometry.block
+        return dense_bytes(model, tokens) - fixed_bytes - bytes_at(states, tokens, geometry)
+
+    if gain(1) <= gain(0):
+        return None
+    blocks = max(0, -(gain(0) // (gain(1) - gain(0))))  # gain is linear in the number of blocks
+    return geometry.sinks + geometry.window + blocks * geometry.block

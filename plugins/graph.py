@@ -1,0 +1,324 @@
+"""Building blocks of the ONNX function bodies: attention over a cache, in standard operators, tiled and in float32.
+
+Shapes: B batch, H KV heads, g query heads per KV head, S new tokens, N cached rows, D head dimension.
+State is read only through a copy or a slice that the write of the same step depends on or does not overlap, because
+ONNX Runtime does not know that a state's input and output share one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import tape
+
+from .geometry import Geometry
+from .layer import LayerSpec
+
+OPSET = 23
+DOMAIN = "kvpack"
+QUERY_TILE = 128  # query rows per attention tile: bounds the score matrix at [B, H, g, 128, N + S]
+ENCODE_TILE = 128  # cache rows encoded at a time
+MASKED = np.float32(-1e30)  # finite, so that a row with nothing to see stays finite
+
+FLOAT, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
+Operand = ir.Value | np.ndarray | int | float | Sequence[int] | None
+
+
+class Body:
+    """Writes nodes: `b.MatMul(x, y)` appends one and returns its output. Numbers and arrays become constants.
+
+    Python ints become int64 scalars, lists of ints int64 vectors and floats float32 scalars.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self.tape = tape.Tape()
+        self.prefix = prefix
+        self.nested = 0
+
+    def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:
+        def emit(*inputs: Operand, **attributes: Any) -> ir.Value:
+            return self._named(self.tape.op(op_type, [self.value(x) for x in inputs], attributes))
+
+        return emit
+
+    def value(self, x: Operand) -> ir.Value | None:
+        if x is None or isinstance(x, ir.Value):
+            return x
+        array = np.asarray(x)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        return self._named(self.tape.op("Constant", [], {"value": ir.tensor(array)}))
+
+    def _named(self, value: ir.Value) -> ir.Value:
+        value.name = f"{self.prefix}{len(self.tape.nodes)}"
+        return value
+
+    def inner(self) -> Body:
+        """A body for a subgraph of this one; its names clash with none outside."""
+        self.nested += 1
+        return Body(f"{self.prefix}t{self.nested}_")
+
+    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return self.Cast(x, to=int(dtype))
+
+    def size(self, x: ir.Value, axis: int) -> ir.Value:
+        """Length of one axis: int64 [1]."""
+        return self.Shape(x, start=axis, end=axis + 1)
+
+    def slice(self, x: ir.Value, start: Operand, end: Operand, axis: int) -> ir.Value:
+        """x[start:end] along `axis`; start and end are int64 [1]."""
+        return self.Slice(x, _vector(start), _vector(end), [axis])
+
+    def shape(self, *dims: ir.Value | int) -> ir.Value:
+        """A shape from constants and int64 [1] values."""
+        return self.Concat(*[[d] if isinstance(d, int) else d for d in dims], axis=0)
+
+    def function(
+        self,
+        name: str,
+        overload: str,
+        inputs: list[ir.Value],
+        outputs: list[ir.Value],
+        names: Sequence[str],
+        attributes: Sequence[str],
+    ) -> ir.Function:
+        """The nodes so far as one function; `names` are the outputs' names."""
+        for value, output in zip(outputs, names, strict=True):
+            value.name = output
+        graph = ir.Graph(inputs, outputs, nodes=self.tape.nodes, opset_imports={"": OPSET}, name=name)
+        declared = [ir.Attr(a, ir.AttributeType.UNDEFINED, None) for a in attributes]
+        return ir.Function(DOMAIN, name, overload, graph=graph, attributes=declared)
+
+
+def _vector(x: Operand) -> Operand:
+    return [x] if isinstance(x, int) else x
+
+
+def named(*names: str) -> list[ir.Value]:
+    return [ir.Value(name=n) for n in names]
+
+
+def tiles(
+    b: Body,
+    rows: ir.Value,
+    tile: int,
+    compute: Callable[[Body, ir.Value, ir.Value], ir.Value],
+    dtype: ir.DataType,
+) -> ir.Value:
+    """Run `compute(body, start, size)` over ceil(rows / size) tiles, size = min(rows, tile), as one Scan.
+
+    rows: int64 [1]. start, size: int64 [1]. Returns the tiles stacked along a new first axis; at least one is run.
+    """
+    size = b.Min(b.Max(rows, [1]), [tile])
+    count = b.Max(b.Div(b.Sub(b.Add(rows, size), [1]), size), [1])
+    starts = b.Mul(b.Range(0, b.Squeeze(count), 1), size)
+    inner = b.inner()
+    start = ir.Value(name=f"{inner.prefix}start", type=ir.TensorType(INT64), shape=ir.Shape([]))
+    out = compute(inner, inner.Unsqueeze(start, [0]), size)
+    out.type = ir.TensorType(dtype)
+    graph = ir.Graph([start], [out], nodes=inner.tape.nodes, name="tile")
+    return b.Scan(starts, body=graph, num_scan_inputs=1)
+
+
+def gather_rows(b: Body, x: ir.Value, index: ir.Value, heads: int) -> ir.Value:
+    """x [B, H, N, D], index int64 [B, M] -> [B, H, M, D]."""
+    shape = b.shape(b.size(index, 0), heads, b.size(index, 1), 1)
+    return b.GatherND(x, b.Expand(b.Unsqueeze(index, [1, 3]), shape), batch_dims=2)
+
+
+def scatter_rows(b: Body, state: ir.Value, row: ir.Value, update: ir.Value, heads: int) -> ir.Value:
+    """state [B, H, N, D] with rows `row` int64 [B, M] replaced by update [B, H, M, D]."""
+    batch, count = b.size(row, 0), b.size(row, 1)
+    full = b.shape(batch, heads, count, 1)
+    members = b.Reshape(b.Range(0, b.Squeeze(batch), 1), [-1, 1, 1, 1])
+    index = b.Concat(
+        b.Expand(members, full),
+        b.Expand(np.arange(heads, dtype=np.int64).reshape(1, -1, 1, 1), full),
+        b.Expand(b.Unsqueeze(row, [1, 3]), full),
+        axis=-1,
+    )
+    return b.ScatterND(state, index, update)
+
+
+def rope(
+    b: Body,
+    x: ir.Value,
+    position: ir.Value,
+    cos: ir.Value | None,
+    sin: ir.Value | None,
+    dims: int,
+    head_dim: int,
+):
+    """Rotate x [B, H, N, D] at `position` int64 [B, N] by tables [limit, dims / 2]; dims = 0 means no RoPE."""
+    if dims == 0:
+        return x
+    position = b.Max(b.Min(position, b.Sub(b.size(cos, 0), [1])), [0])
+    c = b.Unsqueeze(b.Gather(b.cast(cos, FLOAT), position), [1])  # [B, 1, N, dims / 2]
+    s = b.Unsqueeze(b.Gather(b.cast(sin, FLOAT), position), [1])
+    half = dims // 2
+    first, second = b.slice(x, 0, half, -1), b.slice(x, half, dims, -1)
+    parts = [b.Sub(b.Mul(first, c), b.Mul(second, s)), b.Add(b.Mul(second, c), b.Mul(first, s))]
+    if dims < head_dim:
+        parts.append(b.slice(x, dims, head_dim, -1))
+    return b.Concat(*parts, axis=-1)
+
+
+@dataclass
+class Rows:
+    """Cached rows a query may see. key: [B, H, N, D] rotated. value: [B, H, N, D]. visible: bool [B, N].
+
+    position: int64 [B, N], only needed under a sliding window.
+    decode_key / decode_value [T, D, D], mean_key / mean_value [H, D]: when set, key and value are in the codec's space.
+    """
+
+    key: ir.Value
+    value: ir.Value
+    visible: ir.Value
+    position: ir.Value | None = None
+    decode_key: ir.Value | None = None
+    mean_key: ir.Value | None = None
+    decode_value: ir.Value | None = None
+    mean_value: ir.Value | None = None
+
+
+def attention(
+    b: Body,
+    heads: LayerSpec,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    past: ir.Value,
+    new: ir.Value,
+    cached: Sequence[Rows],
+) -> ir.Value:
+    """Softmax attention of the new tokens over cached rows and, causally, over themselves. All float32.
+
+    q [B, H g, S, D], k and v [B, H, S, D], rotated; past and new int64 [B]. Rows s >= new[b] give 0. -> [B, H g, S, D].
+    """
+    h, g, d = heads.num_kv_heads, heads.group, heads.head_dim
+    length = b.size(q, 2)
+    queries = b.Reshape(b.Mul(q, heads.scale), b.shape(0, h, g, -1, d))
+
+    def tile(t: Body, start: ir.Value, size: ir.Value) -> ir.Value:
+        stop = t.Min(t.Add(start, size), length)
+        part = t.slice(queries, start, stop, 3)
+        missing = t.Sub(t.Add(start, size), stop)
+        part = t.Pad(part, t.shape(0, 0, missing, 0), None, [-2, -1])  # [B, H, g, t, D]
+        flat = t.Reshape(part, t.shape(0, h, -1, d))  # [B, H, g t, D]
+        row = t.Add(t.Range(0, t.Squeeze(size), 1), start)  # index of each query among the new tokens, [t]
+        first = t.Max(t.Sub(start, [heads.window - 1]), [0]) if heads.window else [0]
+        scores: list[ir.Value] = []
+        counts: list[ir.Value] = []
+
+        def add(score: ir.Value, mask: ir.Value) -> None:
+            """score [B, H, g t, n]; mask bool, broadcastable to [B, 1, 1, t, n]."""
+            score = t.Reshape(score, t.shape(0, h, g, size, -1)) if g > 1 else t.Unsqueeze(score, [2])
+            if heads.softcap:
+                score = t.Mul(t.Tanh(t.Div(score, heads.softcap)), heads.softcap)
+            scores.append(t.Where(mask, score, MASKED))
+            counts.append(t.size(score, 4))
+
+        def dot(query: ir.Value, key: ir.Value) -> ir.Value:
+            return t.MatMul(query, t.Transpose(key, perm=[0, 1, 3, 2]))  # beside its product, so that it is fused
+
+        for rows in cached:
+            query = flat
+            if rows.decode_key is not None:
+                query = t.MatMul(flat, t.Transpose(rows.decode_key, perm=[0, 2, 1]))
+            score = dot(query, rows.key)
+            if rows.mean_key is not None:
+                score = t.Add(score, t.MatMul(flat, t.Unsqueeze(rows.mean_key, [2])))
+            mask = t.Unsqueeze(rows.visible, [1, 2, 3])  # [B, 1, 1, 1, n]
+            if heads.window:
+                oldest = t.Sub(t.Add(t.Unsqueeze(past, [1]), t.Unsqueeze(row, [0])), heads.window)  # [B, t]
+                inside = t.Greater(t.Unsqueeze(rows.position, [1]), t.Unsqueeze(oldest, [2]))  # [B, t, n]
+                mask = t.And(mask, t.Unsqueeze(inside, [1, 2]))
+            add(score, mask)
+        other = t.Add(t.Range(0, t.Squeeze(t.Sub(stop, first)), 1), first)  # the new tokens this tile may see, [n]
+        mask = t.LessOrEqual(t.Unsqueeze(other, [0]), t.Unsqueeze(row, [1]))  # [t, n]
+        if heads.window:
+            near = t.Greater(t.Unsqueeze(other, [0]), t.Unsqueeze(t.Sub(row, heads.window), [1]))
+            mask = t.And(mask, near)
+        add(dot(flat, t.slice(k, first, stop, 2)), mask)
+
+        weight = t.Softmax(t.Concat(*scores, axis=-1), axis=-1)
+        weight = t.Reshape(weight, t.shape(0, h, t.Mul(size, [g]), -1))  # [B, H, g t, n]
+        out, offset = None, t.value([0])
+        for rows, count in zip([*cached, None], counts, strict=True):
+            end = t.Add(offset, count)
+            mass = t.slice(weight, offset, end, 3)
+            offset = end
+            if rows is None:
+                term = t.MatMul(mass, t.slice(v, first, stop, 2))
+            else:
+                term = t.MatMul(mass, rows.value)
+                if rows.decode_value is not None:
+                    term = t.MatMul(term, rows.decode_value)
+                if rows.mean_value is not None:
+                    total = t.ReduceSum(mass, [-1], keepdims=1)
+                    term = t.Add(term, t.Mul(total, t.Unsqueeze(rows.mean_value, [1])))
+            out = term if out is None else t.Add(out, term)
+        return t.Reshape(out, t.shape(0, h, g, size, d))
+
+    stacked = tiles(b, length, QUERY_TILE, tile, FLOAT)  # [T, B, H, g, t, D]
+    joined = b.Transpose(stacked, perm=[1, 2, 3, 0, 4, 5])
+    out = b.Reshape(joined, b.shape(b.size(q, 0), heads.num_heads, -1, d))
+    out = b.slice(out, [0], length, 2)
+    return b.Where(b.Unsqueeze(new_rows(b, new, length), [1, 3]), out, np.float32(0))
+
+
+def new_rows(b: Body, new: ir.Value, length: ir.Value) -> ir.Value:
+    """bool [B, S]: the rows of the right-padded step that are real. new int64 [B], length int64 [1]."""
+    return b.Less(b.Range(0, b.Squeeze(length), 1), b.Unsqueeze(new, [1]))
+
+
+def step_positions(b: Body, past: ir.Value, length: ir.Value) -> ir.Value:
+    """int64 [B, S]: the position of each new token."""
+    return b.Add(b.Unsqueeze(past, [1]), b.Range(0, b.Squeeze(length), 1))
+
+
+def encoded(b: Body, stored: ir.Value, geometry: Geometry) -> ir.Value:
+    """Geometry.encoded on int64 values of any shape."""
+    beyond = b.Max(b.Sub(stored, geometry.sinks + geometry.window), 0)
+    return b.Mul(b.Div(beyond, geometry.block), geometry.block)
+
+
+def ring_positions(b: Body, stored: ir.Value, sinks: int, ring: int) -> ir.Value:
+    """int64 [B, sinks + ring]: the position in each exact row after `stored` int64 [B] tokens; negative when none."""
+    slot = np.arange(ring, dtype=np.int64)
+    last = b.Sub(b.Unsqueeze(stored, [1]), sinks + 1)  # newest position, counted from the end of the sinks
+    recent = b.Sub(last, b.Mod(b.Sub(last, slot), ring))
+    recent = b.Where(b.Less(recent, 0), -1, b.Add(recent, sinks))
+    if not sinks:
+        return recent
+    first = np.arange(sinks, dtype=np.int64)[None]
+    return b.Concat(b.Where(b.Less(first, b.Unsqueeze(stored, [1])), first, -1), recent, axis=1)
+
+
+def ring_source(b: Body, past: ir.Value, new: ir.Value, sinks: int, ring: int) -> ir.Value:
+    """int64 [B, sinks + ring]: where each exact row comes from, as an index into old rows ++ new tokens."""
+    rows = sinks + ring
+    position = ring_positions(b, b.Add(past, new), sinks, ring)
+    since = b.Sub(position, b.Unsqueeze(past, [1]))
+    return b.Where(b.Less(since, 0), np.arange(rows, dtype=np.int64)[None], b.Add(since, rows))
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One layer's node, as the exporter needs it.
+
+    inputs and outputs are the op's own names, in order. states: shape of each state input (symbols as in
+    `plugins.contract`) and its dtype; the output `<name>_out` is written to the same memory. function: makes the body
+    under an overload name; equal `attributes` mean equal bodies.
+    """
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    states: dict[str, tuple[ir.DataType, tuple[int | str, ...]]]
+    attributes: dict[str, int | float | str | tuple[int, ...]]
+    function: Callable[[str], ir.Function]

@@ -1,0 +1,280 @@
+"""The public definition of VQKV: what is coded, by how many codewords, and how much of the cache remains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
+from math import log2
+from typing import Any
+
+from plugins.errors import UserError
+from plugins.geometry import Geometry
+
+RATIO_SLACK = 0.005  # a configuration serves `ratio` when its own ratio is at most this much above it
+
+
+@dataclass(frozen=True)
+class VQKVConfig:
+    """Vector-quantised KV cache (VQKV, arXiv:2603.16435, with the groups of product quantisation added).
+
+    One vector is the key or value [head_dim] of one KV head of one token. It is centred, multiplied by a matrix
+    [head_dim, head_dim], cut into `groups` parts of d = head_dim / groups values, and coded in residual
+    stages: stage r codes the first `stages[r]` groups, each by the nearest of `entries` codewords [d]. A vector
+    thus takes sum(stages) codes ("lookups"); the tables of a layer are [Hkv or 1, sum(stages), entries, d].
+
+    head_dim: D, values per vector.
+    k_groups, v_groups: parts of a vector; 1 is the paper's residual quantiser, D / 4 decodes fastest.
+    k_stages, v_stages: groups coded by each stage, non-increasing. In text "16+12"; "56x1" is 56 stages of 1.
+    k_entries, v_entries: codewords per table; at most 256 fit the byte codes that export writes.
+    key_space: "pre_rope" codes keys before the rotary embedding, "post_rope" after it (as the paper does).
+    tables: "head" fits one set per KV head, "layer" shares one between a layer's heads (as the paper does).
+    mean: subtract the mean [Hkv, D] first; Qwen2.5's key bias makes this essential.
+    rotation: principal axes, dealt to the groups so that each has the same log-variance.
+    query_weighting: measure key errors by the queries' second moment [D, D] (by the scores they change).
+    value_weighting: measure value errors by o_proj's metric [D, D] (by the hidden states they change).
+    projection: codebooks are a Gaussian base times a least-squares matrix (RSimVQ), then refined.
+    full_layers: layers that keep an uncompressed cache.
+    sinks, window, block: the exact part of the cache, in tokens; see `plugins.geometry.Geometry`.
+
+    Raises UserError when a field is out of range.
+    """
+
+    head_dim: int
+    k_groups: int
+    v_groups: int
+    k_stages: tuple[int, ...]
+    v_stages: tuple[int, ...]
+    k_entries: int = 256
+    v_entries: int = 256
+    key_space: str = "pre_rope"
+    tables: str = "head"
+    mean: bool = True
+    rotation: bool = True
+    query_weighting: bool = True
+    value_weighting: bool = True
+    projection: bool = False
+    full_layers: tuple[int, ...] = ()
+    sinks: int = 4
+    window: int = 128
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _TUPLES:
+                good = isinstance(value, tuple) and all(type(item) is int for item in value)
+            else:
+                good = type(value).__name__ == field.type
+            if not good:
+                raise UserError(f"{field.name}={value!r} is not of type {field.type}")
+        if self.head_dim < 1:
+            raise UserError(f"head_dim={self.head_dim} must be positive")
+        for side in ("k", "v"):
+            self._check_side(side)
+        if self.key_space not in ("pre_rope", "post_rope"):
+            raise UserError(f"key_space={self.key_space} must be pre_rope or post_rope")
+        if self.tables not in ("head", "layer"):
+            raise UserError(f"tables={self.tables} must be head or layer")
+        if min(self.full_layers, default=0) < 0 or len(set(self.full_layers)) != len(self.full_layers):
+            raise UserError(f"full_layers={self.full_layers} must be distinct layer numbers, 0 or more")
+        try:
+            self.geometry()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def _check_side(self, side: str) -> None:
+        groups, stages, entries = (getattr(self, f"{side}_{n}") for n in ("groups", "stages", "entries"))
+        if groups < 1 or self.head_dim % groups:
+            raise UserError(f"{side}_groups={groups} must divide head_dim={self.head_dim}")
+        descending = list(stages) == sorted(stages, reverse=True)
+        if not stages or stages[-1] < 1 or stages[0] > groups or not descending:
+            raise UserError(
+                f"{side}_stages={stages_to_text(stages) or '(none)'} must be non-increasing numbers "
+                f"from 1 to {side}_groups={groups}"
+            )
+        if not 2 <= entries <= 65536:
+            raise UserError(f"{side}_entries={entries} must be from 2 to 65536")
+
+    # -- accounting
+
+    def lookups(self, side: str) -> int:
+        """Codes per vector of side "k" or "v": the length of a row of codes."""
+        return sum(getattr(self, f"{side}_stages"))
+
+    def bits(self) -> float:
+        """Index bits of one KV head and token, K and V together (fp16 takes 32 * head_dim)."""
+        return self.lookups("k") * log2(self.k_entries) + self.lookups("v") * log2(self.v_entries)
+
+    def ratio(self, num_layers: int | None = None) -> float:
+        """Fraction of the fp16 cache that remains, index bits only (the paper counts this way).
+
+        With `full_layers` the mean over the model's `num_layers` layers, which then must be given.
+        """
+        compressed = self.bits() / (32 * self.head_dim)
+        if not self.full_layers:
+            return compressed
+        if num_layers is None:
+            raise ValueError("ratio() of a configuration with full_layers needs num_layers")
+        if max(self.full_layers) >= num_layers:
+            raise UserError(f"full_layers={self.full_layers} names layers of a model that has {num_layers}")
+        full = len(self.full_layers)
+        return (full + (num_layers - full) * compressed) / num_layers
+
+    def geometry(self) -> Geometry:
+        return Geometry(sinks=self.sinks, window=self.window, block=self.block)
+
+    # -- making one
+
+    @classmethod
+    def from_ratio(cls, ratio: float, head_dim: int, **overrides: Any) -> VQKVConfig:
+        """The best configuration known whose ratio is at most `ratio` + 0.005.
+
+        Codes are bytes and groups 4 wide; values take one stage and keys as many as are left, since quality
+        asks for bits on keys and speed for few lookups on values. `overrides` replace fields afterwards.
+        Raises UserError when the ratio is out of reach.
+        """
+        points = sorted(_points(head_dim), key=lambda config: config.bits())
+        fitting = [config for config in points if config.ratio() <= ratio + RATIO_SLACK]
+        top = points[-1].ratio()
+        if not fitting or ratio > top + RATIO_SLACK:
+            raise UserError(
+                f"ratio {ratio:g} is out of reach for head_dim {head_dim}: "
+                f"--ratio takes {points[0].ratio():.4f} to {top:.4f} for vqkv"
+            )
+        return replace(fitting[-1], **overrides)
+
+    @classmethod
+    def paper_llama31_8b(cls) -> VQKVConfig:
+        """The paper's Llama-3.1-8B configuration: 560 + 144 bits per head and token, ratio 0.171875."""
+        return cls(
+            head_dim=128,
+            k_groups=1,
+            v_groups=1,
+            k_stages=(1,) * 56,
+            v_stages=(1,) * 16,
+            k_entries=1024,
+            v_entries=512,
+            key_space="post_rope",
+            tables="layer",
+            mean=False,
+            rotation=False,
+            query_weighting=False,
+            value_weighting=False,
+            projection=True,
+            window=1024,
+            block=1024,
+        )
+
+    def override(self, settings: Iterable[str]) -> VQKVConfig:
+        """This configuration with "key=value" settings applied, values written as in `describe`.
+
+        Raises UserError for an unknown key or a value that cannot be read.
+        """
+        keys = [field.name for field in fields(self) if field.name != "head_dim"]
+        changes: dict[str, Any] = {}
+        for setting in settings:
+            key, equals, text = (part.strip() for part in setting.partition("="))
+            if not equals or key not in keys:
+                raise UserError(f"--set {setting}: expected key=value with one of the keys {', '.join(keys)}")
+            changes[key] = _parse(key, text)
+        return replace(self, **changes)
+
+    # -- reading and writing
+
+    def describe(self) -> dict[str, str]:
+        """Every field as the text that `override` reads."""
+        return {field.name: _format(field.name, getattr(self, field.name)) for field in fields(self)}
+
+    def summary(self) -> str:
+        """One line: "K 16+12 of 16x4-d, V 16 of 16x4-d, 256 entries, pre_rope"."""
+        sides = []
+        for side in ("k", "v"):
+            groups = getattr(self, f"{side}_groups")
+            stages = stages_to_text(getattr(self, f"{side}_stages"))
+            sides.append(f"{side.upper()} {stages} of {groups}x{self.head_dim // groups}-d")
+        entries = "/".join(map(str, dict.fromkeys((self.k_entries, self.v_entries))))
+        return f"{', '.join(sides)}, {entries} entries, {self.key_space}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: list(item) if isinstance(item, tuple) else item for key, item in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any] | str) -> VQKVConfig:
+        """Inverse of `to_json` (a dict, or its text). Raises UserError on unknown or missing keys."""
+        if isinstance(data, str):
+            data = json.loads(data)
+        known = {field.name for field in fields(cls)}
+        required = {field.name for field in fields(cls) if field.name in _REQUIRED}
+        if unknown := sorted(set(data) - known):
+            raise UserError(f"unknown vqkv configuration keys: {', '.join(unknown)}")
+        if missing := sorted(required - set(data)):
+            raise UserError(f"missing vqkv configuration keys: {', '.join(missing)}")
+        return cls(**{key: tuple(item) if isinstance(item, list) else item for key, item in data.items()})
+
+
+_REQUIRED = ("head_dim", "k_groups", "v_groups", "k_stages", "v_stages")
+_TUPLES = ("k_stages", "v_stages", "full_layers")
+_TYPES = {field.name: str(field.type) for field in fields(VQKVConfig)}
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _points(head_dim: int) -> list[VQKVConfig]:
+    """The ladder `from_ratio` climbs: 8-d groups, 4-d groups, then further stages on some of the groups."""
+    if head_dim % 8:
+        raise UserError(
+            f"head_dim {head_dim} is not a multiple of 8, so --ratio knows no configuration for it with vqkv"
+        )
+    fine, coarse = head_dim // 4, head_dim // 8
+    quarters = [fine * quarter // 4 for quarter in (1, 2, 3, 4)]
+    ladder: list[tuple[int, tuple[int, ...], int, tuple[int, ...]]] = [
+        (coarse, (coarse,), coarse, (coarse,)),
+        (fine, (fine,), coarse, (coarse,)),
+        (fine, (fine,), fine, (fine,)),
+    ]
+    ladder += [(fine, (fine, extra), fine, (fine,)) for extra in quarters if extra]
+    ladder += [(fine, (fine, fine), fine, (fine, extra)) for extra in quarters if extra]
+    ladder += [(fine, (fine, fine, extra), fine, (fine, fine)) for extra in quarters if extra]
+    return [
+        VQKVConfig(head_dim=head_dim, k_groups=kg, k_stages=ks, v_groups=vg, v_stages=vs) for kg, ks, vg, vs in ladder
+    ]
+
+
+def stages_to_text(stages: tuple[int, ...]) -> str:
+    """(16, 12) -> "16+12"; three or more equal stages are written as "56x1"."""
+    runs = [(groups, len(list(run))) for groups, run in groupby(stages)]
+    terms = [f"{count}x{groups}" if count > 2 else "+".join([str(groups)] * count) for groups, count in runs]
+    return "+".join(terms)
+
+
+def stages_from_text(text: str) -> tuple[int, ...]:
+    """Inverse of `stages_to_text`. Raises ValueError when the text is not of that form."""
+    stages: list[int] = []
+    for term in text.split("+"):
+        count, _, groups = term.rpartition("x")
+        stages += [int(groups)] * int(count or 1)
+    return tuple(stages)
+
+
+def _format(key: str, value: Any) -> str:
+    if key == "full_layers":
+        return ",".join(map(str, value))
+    if key in _TUPLES:
+        return stages_to_text(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse(key: str, text: str) -> Any:
+    try:
+        if key == "full_layers":
+            return tuple(int(item) for item in text.split(",") if item.strip())
+        if key in _TUPLES:
+            return stages_from_text(text)
+        if _TYPES[key] == "bool":
+            return _WORDS[text.lower()]
+        return int(text) if _TYPES[key] == "int" else text
+    except (ValueError, KeyError):
+        example = {"full_layers": "0,1", "k_stages": "16+12", "v_stages": "16"}.get(key)
+        example = example or {"bool": "true", "int": "32"}[_TYPES[key]]
+        raise UserError(f"--set {key}={text}: cannot be read; write it like {key}={example}") from None

@@ -1,0 +1,196 @@
+"""VQKVAttention as an ONNX function: exact sinks and window, vector-quantised codes for everything between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from .. import graph
+from ..graph import FLOAT, INT32, INT64, Body, NodePlan, Rows
+from ..layer import LayerSpec
+from .config import VQKVConfig
+
+OP = "VQKVAttention"
+TABLES = ("books", "encode", "decode", "mean")
+INPUTS = (
+    *("q", "k", "v", "ring_k", "ring_v", "codes_k", "codes_v"),
+    *("past_len", "new_len", "live", "enc_src", "enc_dst", "cos", "sin"),
+    *(f"k_{t}" for t in TABLES),
+    *(f"v_{t}" for t in TABLES),
+)
+# An int8 carrier holds code - entries / 2 (code - 128 for byte codes), so that a zeroed row is a valid one.
+OUTPUTS = ("out", "ring_k_out", "ring_v_out", "codes_k_out", "codes_v_out")
+
+
+class Quantiser:
+    """One side's tables inside a body. books [T, L, entries, d]; encode, decode [T, D, D]; mean [H, D]."""
+
+    def __init__(
+        self,
+        b: Body,
+        inputs: Sequence[ir.Value],
+        spec: LayerSpec,
+        groups: int,
+        stages: tuple[int, ...],
+        entries: int,
+        tables: str,
+    ) -> None:
+        self.books, self.encode_matrix, self.decode_matrix, self.mean = (b.cast(t, FLOAT) for t in inputs)
+        self.spec, self.groups, self.stages, self.entries = spec, groups, stages, entries
+        self.dim, self.lookups = spec.head_dim // groups, sum(stages)
+        self.sets = spec.num_kv_heads if tables == "head" else 1
+
+    def _offsets(self, first: int, count: int, zero: int = 0) -> np.ndarray:
+        """Added to a code, gives its row in the flattened books: int64 [T, 1, count]."""
+        table = np.arange(self.sets, dtype=np.int64)[:, None, None] * self.lookups
+        return (table + first + np.arange(count, dtype=np.int64)) * self.entries + zero
+
+    def decode(self, b: Body, codes: ir.Value) -> ir.Value:
+        """codes int8 [B, H, N, L] -> [B, H, N, D] in the codec's space: the sum of the codewords."""
+        offsets = self._offsets(0, self.lookups, self.entries // 2).astype(np.int32)
+        index = b.Add(b.cast(codes, INT32), offsets)
+        flat = b.Reshape(self.books, [-1, self.dim])
+        total, first = None, 0
+        for count in self.stages:
+            part = b.Gather(flat, b.slice(index, first, first + count, 3))  # [B, H, N, count, d]
+            width = count * self.dim
+            part = b.Reshape(part, [0, 0, -1, width])
+            first += count
+            if total is None:
+                total, covered = part, width
+                continue
+            if width < covered:
+                head = b.Add(b.slice(total, 0, width, -1), part)
+                total = b.Concat(head, b.slice(total, width, covered, -1), axis=-1)
+            else:
+                total = b.Add(total, part)
+        if covered < self.spec.head_dim:
+            total = b.Pad(total, [0, self.spec.head_dim - covered], None, [-1])
+        return total
+
+    def rebuild(self, b: Body, codes: ir.Value) -> ir.Value:
+        """codes int8 [B, H, N, L] -> the vectors themselves, [B, H, N, D]."""
+        return b.Add(b.MatMul(self.decode(b, codes), self.decode_matrix), b.Unsqueeze(self.mean, [1]))
+
+    def encode(self, b: Body, rows: ir.Value) -> ir.Value:
+        """rows float32 [B, H, E, D] -> codes int8 [B, H, E, L], by tiles of rows."""
+        heads = self.spec.num_kv_heads
+        count = b.size(rows, 2)
+        norms = b.Unsqueeze(b.ReduceSum(b.Mul(self.books, self.books), [-1], keepdims=0), [2])  # [T, L, 1, entries]
+        books = b.Transpose(self.books, perm=[0, 1, 3, 2])  # [T, L, d, entries]
+        flat = b.Reshape(self.books, [-1, self.dim])
+        padded = b.Pad(rows, [0, 0, graph.ENCODE_TILE, 0], None, [-2, -1])
+
+        def tile(t: Body, start: ir.Value, size: ir.Value) -> ir.Value:
+            x = t.slice(padded, start, t.Add(start, size), 2)
+            y = t.MatMul(t.Sub(x, t.Unsqueeze(self.mean, [1])), self.encode_matrix)
+            residual = t.Transpose(t.Reshape(y, [0, 0, -1, self.groups, self.dim]), perm=[0, 1, 3, 2, 4])
+            codes, first = [], 0
+            for stage, width in enumerate(self.stages):
+                if width < (self.stages[stage - 1] if stage else self.groups):
+                    residual = t.slice(residual, 0, width, 2)
+                book, norm = (t.slice(z, first, first + width, 1) for z in (books, norms))
+                distance = t.Sub(norm, t.Mul(t.MatMul(residual, book), np.float32(2)))  # [B, H, G, t, entries]
+                code = t.ArgMin(distance, axis=-1, keepdims=0)  # [B, H, G, t]
+                codes.append(code)
+                if stage + 1 < len(self.stages):
+                    offsets = self._offsets(first, width).transpose(0, 2, 1)  # [T, G, 1]
+                    residual = t.Sub(residual, t.Gather(flat, t.Add(code, offsets)))
+                first += width
+            joined = t.Transpose(t.Concat(*codes, axis=2), perm=[0, 1, 3, 2])  # [B, H, t, L]
+            return t.cast(t.Sub(joined, self.entries // 2), ir.DataType.INT8)
+
+        stacked = b.Transpose(graph.tiles(b, count, graph.ENCODE_TILE, tile, ir.DataType.INT8), perm=[1, 2, 0, 3, 4])
+        codes = b.Reshape(stacked, b.shape(b.size(rows, 0), heads, -1, self.lookups))
+        return b.slice(codes, [0], count, 2)
+
+
+def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType) -> NodePlan:
+    """The node of one compressed layer."""
+    geometry = config.geometry()
+    ring = (state, ("batch", spec.num_kv_heads, geometry.dense_rows, spec.head_dim))
+    codes = [
+        (ir.DataType.INT8, ("batch", spec.num_kv_heads, "code_rows", sum(stages)))
+        for stages in (config.k_stages, config.v_stages)
+    ]
+    return NodePlan(
+        op=OP,
+        inputs=INPUTS,
+        outputs=OUTPUTS,
+        states={"ring_k": ring, "ring_v": ring, "codes_k": codes[0], "codes_v": codes[1]},
+        attributes={
+            **spec.attributes(),
+            **geometry.to_json(),
+            "key_space": config.key_space,
+            "k_stages": config.k_stages,
+            "v_stages": config.v_stages,
+        },
+        function=lambda overload: function(spec, config, state, overload),
+    )
+
+
+def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: str) -> ir.Function:
+    """The body for one set of attributes.
+
+    q [B, Hq, S, D], k and v [B, H, S, D] before RoPE; ring_k (in the codec's key space) and ring_v
+    [B, H, sinks + ring, D]; codes int8 [B, H, code_rows, L]; past_len and new_len int32 [B]; live int32 [];
+    enc_src and enc_dst int32 [B, E]; cos and sin [limit, rotary_dim / 2]; tables as in `Quantiser`.
+    """
+    b = Body()
+    geometry, pre_rope = config.geometry(), config.key_space == "pre_rope"
+    inputs = graph.named(*INPUTS)
+    q, k, v, ring_k, ring_v, codes_k, codes_v, past_len, new_len, live, enc_src, enc_dst, cos, sin = inputs[:14]
+    sides = [
+        Quantiser(b, inputs[14:18], spec, config.k_groups, config.k_stages, config.k_entries, config.tables),
+        Quantiser(b, inputs[18:22], spec, config.v_groups, config.v_stages, config.v_entries, config.tables),
+    ]
+    kv, rows = spec.num_kv_heads, geometry.dense_rows
+    past, new, length = b.cast(past_len, INT64), b.cast(new_len, INT64), b.size(q, 2)
+
+    def rotated(x: ir.Value, position: ir.Value) -> ir.Value:
+        return graph.rope(b, x, position, cos, sin, spec.rotary_dim, spec.head_dim)
+
+    position = graph.step_positions(b, past, length)
+    query, raw_key, value = (b.cast(x, FLOAT) for x in (q, k, v))
+    query, key = rotated(query, position), rotated(raw_key, position)
+    fresh = [b.cast(x, state) for x in (raw_key if pre_rope else key, value)]
+    joined = [b.Concat(r, f, axis=2) for r, f in zip((ring_k, ring_v), fresh, strict=True)]  # [B, H, rows + S, D]
+
+    # (a) what the new tokens see of the old state
+    stored = graph.encoded(b, past, geometry)  # [B]
+    held = graph.ring_positions(b, past, geometry.sinks, geometry.ring)
+    exact = [b.cast(b.slice(x, 0, rows, 2), FLOAT) for x in joined]
+    tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(b.Unsqueeze(stored, [1]), geometry.sinks)))
+    seen = Rows(rotated(exact[0], held) if pre_rope else exact[0], exact[1], b.And(b.GreaterOrEqual(held, 0), tail))
+    count = graph.encoded(b, b.Unsqueeze(b.cast(live, INT64), [0]), geometry)  # [1]
+    codes = [b.slice(x, [0], count, 2) for x in (codes_k, codes_v)]
+    row = b.Range(0, b.Squeeze(count), 1)
+    visible = b.Less(b.Unsqueeze(row, [0]), b.Unsqueeze(stored, [1]))  # [B, N]
+    compressed = Rows(
+        key=sides[0].decode(b, codes[0]),
+        value=sides[1].decode(b, codes[1]),
+        visible=visible,
+        decode_key=sides[0].decode_matrix,
+        mean_key=sides[0].mean,
+        decode_value=sides[1].decode_matrix,
+        mean_value=sides[1].mean,
+    )
+    if pre_rope:
+        at = b.Unsqueeze(b.Add(row, geometry.sinks), [0])  # [1, N]
+        compressed.key = rotated(sides[0].rebuild(b, codes[0]), at)
+        compressed.decode_key = compressed.mean_key = None
+    out = b.CastLike(graph.attention(b, spec, query, key, value, past, new, [seen, compressed]), q)
+
+    # (b) encode what leaves the window, (c) renew the exact rows
+    source, target = b.cast(enc_src, INT64), b.cast(enc_dst, INT64)
+    code_states = [
+        graph.scatter_rows(b, codes, target, side.encode(b, b.cast(graph.gather_rows(b, x, source, kv), FLOAT)), kv)
+        for codes, x, side in zip((codes_k, codes_v), joined, sides, strict=True)
+    ]
+    keep = graph.ring_source(b, past, new, geometry.sinks, geometry.ring)
+    rings = [graph.gather_rows(b, x, keep, kv) for x in joined]
+    return b.function(
+        OP, overload, inputs, [out, *rings, *code_states], OUTPUTS, list(plan(spec, config, state).attributes)
+    )

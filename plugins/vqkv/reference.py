@@ -1,0 +1,164 @@
+"""What VQKVAttention means, in float32 torch: the oracle for graphs and kernels (arXiv 2603.16435, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention import attend, causal_mask
+from ..dense.reference import Rope, turn
+from ..geometry import Geometry
+from ..layer import LayerSpec
+
+PARTS = ("books", "encode", "decode", "mean")
+CHUNK = 1 << 26  # distances formed at once when encoding
+
+
+@dataclass
+class Quantiser:
+    """One side (keys or values) of one layer, float32. T is the number of KV heads, or 1 where they share tables.
+
+    books [T, L, entries, d]; encode, decode [T, D, D]; mean [Hkv, D]; stages: groups coded per stage, L in all.
+    """
+
+    books: Tensor
+    encode: Tensor
+    decode: Tensor
+    mean: Tensor
+    stages: tuple[int, ...]
+
+    def rebuild(self, x: Tensor) -> Tensor:
+        """x [..., Hkv, n, D] coded and decoded."""
+        return self.from_codes(self.codes(x))
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Codewords nearest to the residual, stage by stage: [..., Hkv, n, D] -> int64 [..., Hkv, n, L]."""
+        y = (x - self.mean[:, None]) @ self.encode
+        lead = y.shape[:-1]
+        residual = y.reshape(-1, *y.shape[-3:]).unflatten(-1, (-1, self.books.shape[-1])).permute(1, 3, 0, 2, 4)
+        heads, groups, batch, rows, dim = residual.shape  # [Hkv, G, batch, n, d]
+        residual = residual.flatten(2, 3).contiguous()
+        books = self.books.expand(heads, -1, -1, -1)
+        found, first = [], 0
+        for width in self.stages:
+            book = books[:, first : first + width].flatten(0, 1)
+            code = nearest(residual[:, :width].flatten(0, 1), book)
+            chosen = torch.take_along_dim(book, code[..., None], dim=1).view(heads, width, -1, dim)
+            residual[:, :width] -= chosen
+            found.append(code.view(heads, width, batch, rows))
+            first += width
+        return torch.cat(found, dim=1).permute(2, 0, 3, 1).reshape(*lead, -1)
+
+    def from_codes(self, codes: Tensor) -> Tensor:
+        """The vectors that codes [..., Hkv, n, L] stand for: [..., Hkv, n, D]."""
+        heads, rows, lookups = codes.shape[-3:]
+        size, dim = self.books.shape[-1], self.mean.shape[-1]
+        index = codes.reshape(-1, heads, rows, lookups).permute(1, 3, 0, 2).reshape(heads, lookups, -1)
+        books = self.books.expand(heads, -1, -1, -1)
+        y = books.new_zeros(heads, index.shape[-1], dim // size, size)
+        first = 0
+        for width in self.stages:
+            span = slice(first, first + width)
+            y[:, :, :width] += torch.take_along_dim(books[:, span], index[:, span, :, None], dim=2).transpose(1, 2)
+            first += width
+        y = y.view(heads, -1, rows, dim).transpose(0, 1)  # [batch, Hkv, n, D]
+        return (y @ self.decode + self.mean[:, None]).reshape(*codes.shape[:-1], dim)
+
+    def codes_and_gaps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [Hkv, n, D] -> codes int64 [Hkv, n, L], and how far each was from a tie: (second - best) / second.
+
+        Distances are squared; the plain way, one group at a time. A second distance below a hundredth of the group's
+        energy counts as that much: float32 cannot tell smaller ones apart.
+        """
+        residual = ((x - self.mean[:, None]) @ self.encode).unflatten(-1, (-1, self.books.shape[-1])).clone()
+        floor = 0.01 * residual.square().sum(-1).clamp_min(1e-30)  # [Hkv, n, G]
+        books = self.books.expand(len(x), -1, -1, -1)
+        codes, gaps = [], []
+        for width in self.stages:
+            for group in range(width):
+                book = books[:, len(codes)]  # [Hkv, entries, d]
+                distance = (residual[:, :, group, None] - book[:, None]).square().sum(-1)
+                near = distance.topk(2, dim=-1, largest=False).values
+                code = distance.argmin(-1)
+                residual[:, :, group] -= torch.take_along_dim(book, code[..., None], dim=1)
+                codes.append(code)
+                gaps.append((near[..., 1] - near[..., 0]) / near[..., 1].maximum(floor[:, :, group]))
+        return torch.stack(codes, -1), torch.stack(gaps, -1)
+
+    def to(self, device: torch.device | str) -> Quantiser:
+        return Quantiser(*(getattr(self, part).to(device) for part in PARTS), stages=self.stages)
+
+
+def nearest(y: Tensor, books: Tensor) -> Tensor:
+    """Index of the nearest codeword, the lowest on a tie: y [B, n, d], books [B, entries, d] -> int64 [B, n]."""
+    half = -0.5 * books.square().sum(-1)[:, None]  # [B, 1, entries]
+    turned = books.transpose(1, 2).contiguous()
+    code = torch.empty(y.shape[:2], dtype=torch.int64, device=y.device)
+    if y.is_cuda:
+        step = max(1, CHUNK // (len(y) * books.shape[1]))
+        for first in range(0, y.shape[1], step):
+            span = slice(first, first + step)
+            code[:, span] = torch.baddbmm(half, y[:, span], turned).max(dim=-1).indices
+        return code
+    step = max(1, (1 << 19) // books.shape[1])  # scores of a tile stay in the cache
+    for table in range(len(y)):
+        for first in range(0, y.shape[1], step):
+            span = slice(first, first + step)
+            code[table, span] = torch.addmm(half[table], y[table, span], turned[table]).max(dim=-1).indices
+    return code
+
+
+class LayerCache:
+    """One layer of one sequence: the whole history is kept, and the encoded rows are replaced when they are read."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        rope: Rope,
+        geometry: Geometry,
+        key: Quantiser,
+        value: Quantiser,
+        pre_rope: bool,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.spec, self.rope, self.geometry, self.pre_rope = spec, rope, geometry, pre_rope
+        self.quantisers, self.state_dtype = (key, value), state_dtype
+        empty = torch.zeros(1, spec.num_kv_heads, 0, spec.head_dim)
+        self.rows = [empty, empty.clone()]  # K in the codec's key space, V; rounded to state_dtype
+        self.codes = [torch.zeros(spec.num_kv_heads, 0, sum(q.stages), dtype=torch.int64) for q in self.quantisers]
+        self.gaps = [torch.zeros(c.shape) for c in self.codes]
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, codes: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Attend over the old state and the new tokens, then store them and encode what leaves the window.
+
+        q [1, Hq, S, D], k and v [1, H, S, D] before RoPE -> [1, Hq, S, D]. `codes`, int64 [H, n, L] for K and V,
+        replace the stored rows sinks .. sinks + n first: the codes another implementation arrived at.
+        """
+        past, sinks = self.rows[0].shape[2], self.geometry.sinks
+        stored = self.geometry.encoded(past)
+        old = []
+        for side in range(2):
+            rows = self.rows[side].clone()
+            if stored:
+                chosen = self.codes[side] if codes is None else codes[side][:, :stored]
+                rows[0, :, sinks : sinks + stored] = self.quantisers[side].from_codes(chosen)
+            old.append(rows)
+        key = turn(k, self.rope, past)
+        old_key = turn(old[0], self.rope, 0) if self.pre_rope else old[0]
+        out = attend(
+            turn(q, self.rope, past),
+            torch.cat((old_key, key), dim=2),
+            torch.cat((old[1], v), dim=2),
+            causal_mask(q.shape[2], past + q.shape[2], 0),
+            self.spec.scale,
+            self.spec.softcap,
+        )
+        for side, new in enumerate((k if self.pre_rope else key, v)):
+            self.rows[side] = torch.cat((self.rows[side], new.to(self.state_dtype).float()), dim=2)
+            last = sinks + self.geometry.encoded(past + q.shape[2])
+            fresh, gap = self.quantisers[side].codes_and_gaps(self.rows[side][0, :, sinks + stored : last])
+            self.codes[side] = torch.cat((self.codes[side], fresh), dim=1)
+            self.gaps[side] = torch.cat((self.gaps[side], gap), dim=1)
+        return out

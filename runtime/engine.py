@@ -1,0 +1,190 @@
+"""An open engine: one ONNX Runtime session over a checked artefact, shared by any number of cache sessions."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from plugins.contract import TensorSpec, bytes_at
+from plugins.errors import UserError
+from runtime.artefact import REBUILD, Artefact
+from runtime.external import check_external_data
+
+if TYPE_CHECKING:
+    from runtime.generate import Completion
+    from runtime.sampling import SamplingParams
+    from runtime.session import Session
+    from runtime.text import Text
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+MODEL_FILE = "model.onnx"
+ORT_TYPES = {
+    "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int8)": "int8", "tensor(int16)": "int16",
+    "tensor(int32)": "int32", "tensor(int64)": "int64",
+}  # fmt: skip
+
+
+class Engine:
+    """Open with `Engine.open`; then `session()` for a cache to step, or `generate()` for whole completions.
+
+    Safe to use from several threads; each session is used by one thread at a time.
+    """
+
+    def __init__(self, artefact: Artefact, inference: object, provider: str, memory_limit: int | None) -> None:
+        self.artefact = artefact
+        self.provider = provider
+        self.memory_limit = memory_limit
+        self.inference = inference  # onnxruntime.InferenceSession; runs concurrently, one IOBinding per session
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        provider: str = "cpu",
+        threads: int | None = None,
+        verify: bool = True,
+        memory_limit: int | None = None,
+    ) -> Engine:
+        """Check the engine folder and load it.
+
+        provider: "cpu" or "cuda". threads: for one step (None: ONNX Runtime's choice). verify=False skips the SHA-256
+        of the files. memory_limit: cap in bytes on the caches of all open sessions. Raises UserError.
+        """
+        if provider not in PROVIDERS:
+            raise UserError(f"unknown provider {provider!r}: use {' or '.join(PROVIDERS)}.")
+        if threads is not None and threads < 1:
+            raise UserError(f"threads is {threads}: it must be at least 1.")
+        if memory_limit is not None and memory_limit < 1:
+            raise UserError(f"the memory limit is {memory_limit} bytes: it must be positive, or left out.")
+        artefact = Artefact.open(path, verify=verify)
+        return cls(artefact, _load(artefact, provider, threads), provider, memory_limit)
+
+    def session(self, batch: int = 1, capacity: int | None = None) -> Session:
+        """A new, empty cache for `batch` sequences. capacity: tokens to allocate now (None: grow with use)."""
+        from runtime.session import Session
+
+        limit = self.artefact.max_length
+        if batch < 1:
+            raise UserError(f"batch is {batch}: a session needs at least one sequence.")
+        if capacity is not None and not 1 <= capacity <= limit:
+            raise UserError(f"capacity is {capacity}: this engine allows 1 to {limit} tokens.")
+        session = Session(self, batch)
+        if capacity is not None:
+            session.allocate(capacity)
+        return session
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Sequence[dict[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[Completion]:
+        """Complete several prompts as one batch; see `runtime.generate.complete`."""
+        from runtime.generate import complete
+
+        return complete(self, prompts, params, cancel)
+
+    @cached_property
+    def text(self) -> Text:
+        """Tokenizer, chat template and end-of-sequence tokens of the engine's folder."""
+        from runtime.text import Text
+
+        return Text.open(self.artefact)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches of all open sessions."""
+        with self._lock:
+            return sum(session.nbytes for session in self._sessions)
+
+    def reserve(self, session: Session, capacity: int) -> None:
+        """Claim the bytes of `capacity` tokens for `session`, before it allocates them. Raises UserError."""
+        artefact = self.artefact
+        wanted = bytes_at(artefact.states, capacity, artefact.geometry, session.batch) if capacity else 0
+        with self._lock:
+            if self.inference is None:
+                raise UserError("this engine is closed: open it again.")
+            others = sum(other.nbytes for other in self._sessions if other is not session)
+            if self.memory_limit is not None and others + wanted > self.memory_limit:
+                raise UserError(
+                    f"a cache of {capacity} tokens x {session.batch} needs {wanted:,} bytes, other sessions hold "
+                    f"{others:,} and the limit is {self.memory_limit:,}: close sessions or raise --memory-limit."
+                )
+            self._sessions.add(session)
+            session.nbytes = wanted
+
+    def close(self) -> None:
+        """Close every session and let the model go. Closing twice is allowed."""
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+        with self._lock:
+            self.inference = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _load(artefact: Artefact, provider: str, threads: int | None) -> object:
+    """The onnxruntime.InferenceSession of the artefact, checked against its tensor contract."""
+    path = artefact.path / MODEL_FILE
+    backend = artefact.config["target"].get("backend")
+    if backend != "onnxruntime" or MODEL_FILE not in artefact.config["files"]:
+        raise UserError(
+            f"{artefact.path} is an engine for {backend!r}, not for ONNX Runtime: {REBUILD} for onnxruntime."
+        )
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise UserError(f"ONNX Runtime is not installed: pip install 'kvpack[{provider}]'.") from None
+    if PROVIDERS[provider] not in ort.get_available_providers():
+        raise UserError(f"this ONNX Runtime has no {provider} provider: pip install 'kvpack[{provider}]'.")
+    check_external_data(path, {name: entry["bytes"] for name, entry in artefact.config["files"].items()}, REBUILD)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads or 0
+    # Steps have ever new shapes: an arena would keep the largest prefill, and a pattern per shape, for ever.
+    options.enable_cpu_mem_arena = False
+    options.enable_mem_pattern = False
+    try:
+        inference = ort.InferenceSession(path, options, providers=[PROVIDERS[provider]])
+    except Exception as error:  # onnxruntime's exceptions share no base class but this one
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"ONNX Runtime {ort.__version__} cannot load {path} ({reason}): {REBUILD}.") from error
+    if PROVIDERS[provider] not in inference.get_providers():  # a missing CUDA library makes ONNX Runtime fall back
+        raise UserError(
+            f"ONNX Runtime could not start its {provider} provider: install its libraries or use --provider cpu."
+        )
+    for declared, found in ((artefact.inputs, inference.get_inputs()), (artefact.outputs, inference.get_outputs())):
+        specs, nodes = {spec.name: spec for spec in declared}, {node.name: node for node in found}
+        if wrong := set(specs) ^ set(nodes):
+            raise UserError(f"{path} and config.json disagree about the tensor {min(wrong)!r}: {REBUILD}.")
+        for name, spec in specs.items():
+            if not _agree(spec, nodes[name]):
+                raise UserError(
+                    f"{path} has {name!r} as {nodes[name].type} {nodes[name].shape} and config.json as {spec.dtype} "
+                    f"{list(spec.shape)}: {REBUILD}."
+                )
+    return inference
+
+
+def _agree(spec: TensorSpec, node: Any) -> bool:
+    """Whether dtype, rank and fixed sizes of a graph tensor are what the contract says."""
+    if ORT_TYPES.get(node.type) != spec.dtype or len(node.shape) != len(spec.shape):
+        return False
+    fixed = [(dim, size) for dim, size in zip(spec.shape, node.shape, strict=True) if isinstance(size, int)]
+    return all(dim in (size, "vocab") for dim, size in fixed)

@@ -1,0 +1,3 @@
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"

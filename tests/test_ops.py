@@ -1,0 +1,243 @@
+"""The ops' ONNX bodies, run by ONNX Runtime step by step, against the float32 references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from plugins.dense import onnx_body as dense
+from plugins.dense.reference import LayerCache as DenseCache
+from plugins.graph import NodePlan
+from plugins.layer import LayerSpec
+from plugins.vqkv import onnx_body as vqkv
+from plugins.vqkv.config import VQKVConfig
+from plugins.vqkv.reference import LayerCache as VQKVCache
+from plugins.vqkv.reference import Quantiser
+
+HEADS, DIM, LIMIT, CAPACITY = 2, 16, 256, 64
+FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+# appended tokens per sequence and step: ragged prefills, idle sequences, chunks with a past, single tokens
+STEPS = [[5, 1, 20], [1, 1, 1], [0, 3, 2], [1, 0, 1], [4, 7, 1], [12, 1, 0], [1, 9, 9], *[[1, 1, 1]] * 8]
+
+
+def layer(group: int = 3, rotary_dim: int = 8, **changes: float) -> LayerSpec:
+    rope = 0 if rotary_dim else None
+    return LayerSpec(0, HEADS * group, HEADS, DIM, 0.25, rope=rope, rotary_dim=rotary_dim, **changes)
+
+
+def rope_tables(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin [LIMIT, rotary_dim / 2]."""
+    frequency = 0.7 ** torch.arange(rotary_dim // 2)
+    angle = torch.arange(LIMIT)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+class Op:
+    """One node in a graph of its own, with its state."""
+
+    def __init__(self, plan: NodePlan, batch: int, tables: dict[str, np.ndarray], code_rows: int = 0) -> None:
+        ints = {"past_len": 1, "new_len": 1, "live": 0, "enc_src": 2, "enc_dst": 2}
+        inputs = []
+        for name in plan.inputs:
+            if name in ("cos", "sin") and name not in tables:
+                inputs.append(None)
+                continue
+            dtype, rank = FLOAT, 4
+            if name in ints:
+                dtype, rank = ir.DataType.INT32, ints[name]
+            elif name in plan.states:
+                dtype = plan.states[name][0]
+            elif name in tables:
+                rank = tables[name].ndim
+            inputs.append(ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([None] * rank)))
+        node = ir.Node("kvpack", plan.op, inputs, num_outputs=len(plan.outputs))
+        for value, name in zip(node.outputs, plan.outputs, strict=True):
+            dtype = FLOAT if name == "out" else plan.states[name.removesuffix("_out")][0]
+            value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([None] * 4)
+        graph = ir.Graph(
+            [x for x in inputs if x is not None],
+            node.outputs,
+            nodes=[node],
+            opset_imports={"": 23, "kvpack": 1},
+            name="one",
+        )
+        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.function("")]))
+        onnx.checker.check_model(proto)
+        self.session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        self.names = {value.name for value in self.session.get_inputs()}
+        self.tables = tables
+        sizes = {"batch": batch, "rows": CAPACITY + 1, "code_rows": code_rows}
+        self.state = {
+            name: np.zeros([sizes.get(d, d) for d in shape], dtype.numpy())
+            for name, (dtype, shape) in plan.states.items()
+        }
+
+    def step(self, **feeds: np.ndarray) -> np.ndarray:
+        feeds |= self.tables | self.state
+        out, *state = self.session.run(None, {name: x for name, x in feeds.items() if name in self.names})
+        self.state = dict(zip(self.state, state, strict=True))
+        return out
+
+
+def run(op: Op, references: Sequence[DenseCache | VQKVCache], spec: LayerSpec, steps: Sequence[Sequence[int]] = STEPS,
+        config: VQKVConfig | None = None) -> float:  # fmt: skip
+    """Feed both the same random tokens; returns the largest difference of their outputs."""
+    generator = torch.Generator().manual_seed(1)
+    batch = len(references)
+    past, worst = np.zeros(batch, np.int32), 0.0
+    for counts in steps:
+        new = np.array(counts, np.int32)
+        q, k, v = (torch.randn(batch, h, max(new), DIM, generator=generator) for h in (spec.num_heads, HEADS, HEADS))
+        feeds = {
+            "q": q.numpy(), "k": k.numpy(), "v": v.numpy(), "past_len": past, "new_len": new,
+            "live": np.array(min(-(-past.max() // 8) * 8, CAPACITY), np.int32),
+        }  # fmt: skip
+        if config:
+            trash = config.geometry().encoded(CAPACITY)
+            feeds["enc_src"], feeds["enc_dst"] = config.geometry().schedule(past, new, trash)
+        out = op.step(**feeds)
+        assert np.isfinite(out).all()
+        for b, n in enumerate(new):
+            assert (out[b, :, n:] == 0).all()  # padding gives zeros
+            if n:
+                expected = references[b].step(*(x[b : b + 1, :, :n] for x in (q, k, v)))
+                worst = max(worst, float(np.abs(expected.numpy()[0] - out[b, :, :n]).max()))
+        past = past + new
+    return worst
+
+
+def twice(tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.cat((t, t), -1) for t in tables)
+
+
+@pytest.mark.parametrize("window", [0, 1, 7])
+@pytest.mark.parametrize(("group", "rotary_dim", "softcap"), [(3, 8, 0.0), (1, 16, 5.0), (7, 0, 0.0)])
+def test_dense_attention_equals_the_reference(window: int, group: int, rotary_dim: int, softcap: float) -> None:
+    spec = layer(group, rotary_dim, window=window, softcap=softcap)
+    tables = rope_tables(rotary_dim) if rotary_dim else None
+    feeds = {n: t.numpy() for n, t in zip(("cos", "sin"), tables, strict=True)} if tables else {}
+    op = Op(dense.plan(spec, FLOAT), 3, feeds)
+    references = [DenseCache(spec, twice(tables) if tables else None) for _ in range(3)]
+    assert run(op, references, spec) < 2e-6
+
+
+def test_dense_attention_in_half_precision_rounds_only_what_is_stored() -> None:
+    spec, tables = layer(), rope_tables(8)
+    op = Op(dense.plan(spec, HALF), 3, dict(zip(("cos", "sin"), (t.numpy() for t in tables), strict=True)))
+    references = [DenseCache(spec, twice(tables), torch.float16) for _ in range(3)]
+    assert run(op, references, spec) < 5e-4  # a rounding that went the other way, now and then
+
+
+def random_side(config: VQKVConfig, side: str, generator: torch.Generator) -> Quantiser:
+    sets = HEADS if config.tables == "head" else 1
+    groups, stages = getattr(config, f"{side}_groups"), getattr(config, f"{side}_stages")
+    matrix = 1.5 * torch.linalg.qr(torch.randn(sets, DIM, DIM, generator=generator))[0]
+    return Quantiser(
+        books=torch.randn(sets, sum(stages), getattr(config, f"{side}_entries"), DIM // groups, generator=generator),
+        encode=matrix,
+        decode=torch.linalg.inv(matrix),
+        mean=torch.randn(HEADS, DIM, generator=generator),
+        stages=stages,
+    )
+
+
+def vqkv_setup(
+    config: VQKVConfig, spec: LayerSpec, batch: int, state: ir.DataType = FLOAT
+) -> tuple[Op, list[VQKVCache]]:
+    generator = torch.Generator().manual_seed(0)
+    sides = {side: random_side(config, side, generator) for side in "kv"}
+    tables = rope_tables(spec.rotary_dim)
+    feeds = {f"{s}_{part}": getattr(q, part).numpy() for s, q in sides.items() for part in vqkv.TABLES}
+    feeds |= dict(zip(("cos", "sin"), (t.numpy() for t in tables), strict=True))
+    op = Op(vqkv.plan(spec, config, state), batch, feeds, config.geometry().encoded(CAPACITY) + 1)
+    pre = config.key_space == "pre_rope"
+    caches = [VQKVCache(spec, twice(tables), config.geometry(), sides["k"], sides["v"], pre) for _ in range(batch)]
+    return op, caches
+
+
+SMALL = {"head_dim": DIM, "k_groups": 4, "v_groups": 4, "k_entries": 16, "v_entries": 16,
+         "sinks": 2, "window": 5, "block": 3}  # fmt: skip
+SHAPES = {
+    "second stage on part of the groups": {"k_stages": (4, 2), "v_stages": (4,)},
+    "groups that are never coded": {"k_stages": (3, 2, 2), "v_stages": (2, 2)},
+    "one group, many stages": {"k_groups": 1, "k_stages": (1,) * 5, "v_groups": 1, "v_stages": (1, 1)},
+    "byte codes": {"k_stages": (4,), "v_stages": (4,), "k_entries": 256, "v_entries": 256},
+    "no sinks, block of one": {"k_stages": (4,), "v_stages": (4,), "sinks": 0, "block": 1},
+}
+
+
+@pytest.mark.parametrize("key_space", ["pre_rope", "post_rope"])
+@pytest.mark.parametrize("tables", ["head", "layer"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_vqkv_attention_and_its_codes_equal_the_reference(shape: str, tables: str, key_space: str) -> None:
+    config = VQKVConfig(**(SMALL | SHAPES[shape]), key_space=key_space, tables=tables)
+    spec = layer()
+    op, references = vqkv_setup(config, spec, 3)
+    assert run(op, references, spec, config=config) < 5e-6
+    for b, reference in enumerate(references):
+        for side, own in zip(("k", "v"), reference.codes, strict=True):
+            entries = getattr(config, f"{side}_entries")
+            got = op.state[f"codes_{side}"][b, :, : own.shape[1]].astype(int) + entries // 2
+            assert own.shape[1] > 0 and (got == own.numpy()).all()
+
+
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
+    config = VQKVConfig(**(SMALL | SHAPES["second stage on part of the groups"]))
+    spec, generator = layer(), torch.Generator().manual_seed(4)
+    together, alone = vqkv_setup(config, spec, 3)[0], vqkv_setup(config, spec, 1)[0]
+    geometry, trash = config.geometry(), config.geometry().encoded(CAPACITY)
+    past = np.zeros(3, np.int32)
+    for counts in STEPS:
+        new = np.array(counts, np.int32)
+        q, k, v = (
+            torch.randn(3, h, max(new), DIM, generator=generator).numpy() for h in (spec.num_heads, HEADS, HEADS)
+        )
+        outs = []
+        for op, members in ((together, slice(0, 3)), (alone, slice(2, 3))):
+            source, target = geometry.schedule(past[members], new[members], trash)
+            live = np.array(-(-past[members].max() // 8) * 8, np.int32)
+            outs.append(
+                op.step(
+                    q=q[members], k=k[members], v=v[members], past_len=past[members], new_len=new[members], live=live,
+                    enc_src=source, enc_dst=target,
+                )[-1]
+            )  # fmt: skip
+        np.testing.assert_allclose(outs[0], outs[1], atol=2e-6)
+        past = past + new
+    rows = geometry.encoded(int(past[2]))
+    for side in ("codes_k", "codes_v"):
+        np.testing.assert_array_equal(together.state[side][2, :, :rows], alone.state[side][0, :, :rows])
+
+
+def test_appending_in_chunks_of_any_size_gives_the_same_codes() -> None:
+    config = VQKVConfig(**(SMALL | SHAPES["byte codes"]))
+    spec = layer()
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, h, 40, DIM, generator=generator) for h in (spec.num_heads, HEADS, HEADS))
+    states = []
+    for sizes in ([40], [1] * 40, [13, 1, 1, 25]):
+        op, _ = vqkv_setup(config, spec, 1)
+        past = 0
+        for size in sizes:
+            span = slice(past, past + size)
+            source, target = config.geometry().schedule(
+                np.array([past]), np.array([size]), config.geometry().encoded(CAPACITY)
+            )
+            op.step(
+                q=q[:, :, span].numpy(), k=k[:, :, span].numpy(), v=v[:, :, span].numpy(),
+                past_len=np.array([past], np.int32), new_len=np.array([size], np.int32),
+                live=np.array(-(-past // 8) * 8, np.int32), enc_src=source, enc_dst=target,
+            )  # fmt: skip
+            past += size
+        states.append(op.state)
+    rows = config.geometry().encoded(40)
+    for other in states[1:]:
+        for side in ("codes_k", "codes_v"):
+            assert (other[side][:, :, :rows] == states[0][side][:, :, :rows]).all()
+        np.testing.assert_array_equal(other["ring_k"], states[0]["ring_k"])
