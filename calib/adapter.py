@@ -115,13 +115,9 @@ def exact(call: AttentionCall) -> Tensor:
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> tuple[list[LayerSpec], list[tuple[nn.Module, tuple[object, ...]]]]:
     """Run two tokens and note each layer's shapes and which rotary module (and extra arguments) made its cos."""
-    made: list[
-        tuple[Tensor, nn.Module, tuple[object, ...]]
-    ] = []  # keeps cos alive, so identity is unambiguous
+    made: list[tuple[Tensor, nn.Module, tuple[object, ...]]] = []  # keeps cos alive, so identity is unambiguous
 
-    def on_rotary(
-        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], out: tuple[Tensor, Tensor]
-    ):
+    def on_rotary(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], out: tuple[Tensor, Tensor]):
         made.append((out[0], module, args[2:] + tuple(v for n, v in kwargs.items() if n != "position_ids")))
 
     specs: list[LayerSpec] = []

@@ -104,7 +104,11 @@ def against_model(
     cached = [expected[f"{i}.decode"] for i in range(len(sequences))]
     got = [prefill[i, : len(p)] for i, p in enumerate(picks)]
     checks = _closeness(
-        "prefill against the eager model", got, exact, artefact.config["dtype"] == "fp16", LOGITS_PREFILL * _scale(exact)
+        "prefill against the eager model",
+        got,
+        exact,
+        artefact.config["dtype"] == "fp16",
+        LOGITS_PREFILL * _scale(exact),
     )
     half = _is_half(artefact.config)
     checks += _closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
@@ -128,10 +132,10 @@ def stored_codes(session: Session) -> dict[str, np.ndarray]:
     for spec in artefact.states:
         if "code_rows" in spec.shape:
             layer, side = spec.name.removeprefix("layer").split(".codes_")
-            carrier = session.state(spec.name)
+            carrier, zero = session.state(spec.name), artefact.config["method"]["config"][f"{side}_entries"] // 2
             for number, length in enumerate(session.lengths):
                 rows = artefact.geometry.encoded(int(length))
-                found[f"{number}.{layer}.{side}"] = carrier[number, :, :rows].astype(np.int16) + 128
+                found[f"{number}.{layer}.{side}"] = carrier[number, :, :rows].astype(np.int16) + zero
     return found
 
 

@@ -172,4 +172,6 @@ def test_a_half_precision_engine_stays_close_to_the_full_one(vqkv_engine, tmp_pa
 
 
 def test_a_check_fails_when_its_number_is_above_the_limit() -> None:
-    assert Check.at_most("x", 0.1, 0.2).ok and not Check.at_most("x", 0.3, 0.2).ok and not Check.at_most("x", np.nan, 1).ok
+    assert (
+        Check.at_most("x", 0.1, 0.2).ok and not Check.at_most("x", 0.3, 0.2).ok and not Check.at_most("x", np.nan, 1).ok
+    )

@@ -114,7 +114,8 @@ def test_json_round_trip_and_its_errors():
 
 
 @pytest.mark.parametrize(
-    ("stages", "text"), [((16, 12), "16+12"), ((1,) * 56, "56x1"), ((8, 8, 8, 3), "3x8+3"), ((4,), "4"), ((4, 4), "4+4")]
+    ("stages", "text"),
+    [((16, 12), "16+12"), ((1,) * 56, "56x1"), ((8, 8, 8, 3), "3x8+3"), ((4,), "4"), ((4, 4), "4+4")],
 )
 def test_stages_have_a_compact_text(stages, text):
     assert stages_to_text(stages) == text

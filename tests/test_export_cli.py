@@ -1,0 +1,220 @@
+"""`python -m export` as its user meets it: a build from a folder, its report, inspection, verification, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import random_codec
+from families import save_tiny
+from safetensors.numpy import load_file, save_file
+
+from calib import codec as codecs
+from calib import models
+from export import verify
+from export.cli import main
+from plugins.contract import bytes_at
+from plugins.vqkv.config import VQKVConfig
+from runtime import Engine
+from runtime.artefact import Artefact, fp16_bytes, state_bytes, write_config
+from runtime.cli import main as runtime_main
+
+SMALL = ["--set", "k_entries=16", "--set", "v_entries=16", "--context", "256"]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory):
+    """A tiny model's folder, a text, and a cache of its own."""
+    home = tmp_path_factory.mktemp("workshop")
+    save_tiny(home / "model", "llama", num_hidden_layers=2)
+    save_tiny(home / "other", "llama", seed=1, num_hidden_layers=2)
+    words = np.random.default_rng(0).integers(0, 400, 9000)
+    (home / "text.txt").write_text(" ".join(f"word{word}" for word in words), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPACK_CACHE", str(home / "cache"))
+        yield home
+
+
+@pytest.fixture(scope="module")
+def built(workshop: Path) -> Path:
+    """An engine built as a user would, codec fitted on the way."""
+    out = workshop / "engine"
+    arguments = ["build", "--model", str(workshop / "model"), "--text", str(workshop / "text.txt"), "--ratio", "0.125"]
+    assert main([*arguments, *SMALL, "--out", str(out)]) == 0
+    return out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must end with exit code 2 and one sentence; returns the sentence."""
+    capsys.readouterr()
+    command = runtime_main if arguments[0] == "generate" else main
+    assert command([str(a) for a in arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("error: ")
+
+
+def test_a_build_writes_a_verified_engine_with_a_report(built: Path) -> None:
+    report = json.loads((built / "report.json").read_text(encoding="utf-8"))
+    assert all(check["ok"] for check in report["checks"]) and len(report["checks"]) >= 5
+    assert report["method"]["ratio"] == pytest.approx(0.0625)  # 16 entries: half of the bits that the ratio allows
+    assert 0 < report["quality"]["top1"] <= 1 and report["codec"]["errors"].keys() == {"0", "1"}
+    with Engine.open(built) as engine:
+        assert len(engine.generate(["hello"], None)[0].tokens) > 0
+
+
+def test_inspect_prints_bytes_that_the_runtime_holds(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(built), "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    row = next(r for r in described["memory"] if r["tokens"] == 4096)
+    with Engine.open(built) as engine, engine.session() as session:
+        session.prefill([5] * 4096)
+        assert row["bytes"] == session.nbytes
+    config, per_head = VQKVConfig.from_json(described["method"]["config"]), 2 * 2  # layers x KV heads
+    by_hand = per_head * (
+        (4096 - 4 - 128) // 32 * 32 * (config.lookups("k") + config.lookups("v"))  # one byte a code
+        + config.lookups("k") + config.lookups("v")  # the trash row
+        + 2 * (4 + 128 + 32) * 32 * 2  # exact rows in fp16
+    )  # fmt: skip
+    assert row["bytes"] == by_hand
+    assert row["ratio"] == pytest.approx(by_hand / (4096 * per_head * 2 * 32 * 2))
+    assert described["aliases"]["layer0.codes_k"] == "layer0.codes_k_out"
+    even = described["break_even"]
+    artefact = Artefact.open(built)
+    assert bytes_at(artefact.states, even, artefact.geometry) + described["fixed_bytes"] <= fp16_bytes(artefact, even)
+    assert state_bytes(artefact, even - 64) + described["fixed_bytes"] > fp16_bytes(artefact, even - 64)
+    assert main(["inspect", str(built)]) == 0
+    assert "Break-even" in capsys.readouterr().out
+
+
+def test_verify_repeats_the_checks(built: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["verify", str(built), "--model", str(workshop / "model"), "--json"]) == 0
+    names = [check["name"] for check in json.loads(capsys.readouterr().out)]
+    assert any("eager" in n for n in names) and any("codes" in n for n in names) and any("stored" in n for n in names)
+    assert "not the model the engine was built from" in refusal(capsys, "verify", built, "--model", workshop / "other")
+
+
+def test_verify_notices_weights_that_changed_under_a_consistent_hash(built: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(built, tmp_path / "engine")
+    data = bytearray((bad / "model.onnx.data").read_bytes())
+    weights = np.frombuffer(data, np.float32)
+    weights[: len(weights) // 2] *= 1.05
+    (bad / "model.onnx.data").write_bytes(data)
+    config = json.loads((bad / "config.json").read_text(encoding="utf-8"))
+    write_config(bad, {key: value for key, value in config.items() if key not in ("files", "digest")})
+    assert main(["verify", str(bad)]) == 1
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "truncate", "swap", "edit", "remove", "stray", "link"])
+def test_a_damaged_engine_is_refused_in_one_sentence(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    bad = shutil.copytree(built, tmp_path / "engine")
+    target = bad / "model.onnx.data"
+    if damage == "corrupt":
+        data = bytearray(target.read_bytes())
+        data[len(data) // 2] ^= 1
+        target.write_bytes(data)
+    elif damage == "truncate":
+        target.write_bytes(target.read_bytes()[:-1])
+    elif damage == "swap":
+        (bad / "codec.json").rename(bad / "kept")
+        (bad / "tokenizer.json").rename(bad / "codec.json")
+        (bad / "kept").rename(bad / "tokenizer.json")
+        target = bad / "codec.json"
+    elif damage == "edit":
+        target = bad / "config.json"
+        target.write_text(target.read_text(encoding="utf-8").replace("4096", "8192"), encoding="utf-8")
+    elif damage == "remove":
+        target.unlink()
+    elif damage == "stray":
+        target = bad / "extra.so"
+        target.write_bytes(b"")
+    else:
+        target.unlink()
+        target.symlink_to(built / "model.onnx.data")
+    for command in (["inspect", bad], ["verify", bad], ["generate", "--engine", bad, "--prompt", "x"]):
+        assert target.name in refusal(capsys, *command)
+
+
+def test_bad_input_gives_one_sentence_and_leaves_nothing_behind(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, model = tmp_path / "out" / "engine", ["--model", workshop / "model"]
+    short = tmp_path / "short.txt"
+    short.write_text("too short", encoding="utf-8")
+    cases = {
+        "0.9": ["--ratio", "0.9"],
+        "0.001": ["--ratio", "0.001"],
+        "--ratio has no meaning": ["--method", "none", "--ratio", "0.2"],
+        "zstd": ["--method", "zstd"],
+        "tensorrt": ["--backend", "tensorrt"],
+        "k_colour": ["--set", "k_colour=3"],
+        "k_entries=1024": ["--set", "k_entries=1024"],
+        "short": ["--text", short],
+        "nowhere.txt": ["--text", tmp_path / "nowhere.txt"],
+        "100000": ["--max-length", "100000"],
+        "no-codec": ["--codec", tmp_path / "no-codec"],
+        "leave one out": ["--codec", tmp_path / "no-codec", "--ratio", "0.2"],
+    }
+    for expected, arguments in cases.items():
+        assert expected in refusal(capsys, "build", *model, *arguments, "--out", out)
+        assert not list(tmp_path.glob("out/*")) and not list(tmp_path.glob("out/.*"))
+    assert "exists" in refusal(capsys, "build", *model, "--out", workshop / "model")
+    with pytest.raises(SystemExit) as unknown:
+        main(["build", "--out", str(out), "--turbo"])
+    assert unknown.value.code == 2
+
+
+def test_a_codec_of_another_model_is_refused(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = models.load(str(workshop / "other"), progress=False)
+    codecs.save(random_codec(loaded.model, VQKVConfig.from_ratio(0.172, 32), loaded.sha256), tmp_path / "codec")
+    said = refusal(
+        capsys, "build", "--model", workshop / "model", "--codec", tmp_path / "codec", "--out", tmp_path / "engine"
+    )
+    assert "fitted for" in said
+
+
+def test_a_failed_check_fails_the_build_and_leaves_no_engine(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "LOGITS_PREFILL", 0.0)
+    said = refusal(
+        capsys, "build", "--model", workshop / "model", "--method", "none", "--out", tmp_path / "x" / "engine"
+    )
+    assert "prefill against the eager model" in said and not list((tmp_path / "x").iterdir())
+
+
+def test_a_prompt_longer_than_the_limit_is_refused(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "4096" in refusal(capsys, "generate", "--engine", built, "--prompt", "word " * 5000)
+
+
+def test_a_canary_that_was_tampered_with_is_found(built: Path, tmp_path: Path) -> None:
+    bad = shutil.copytree(built, tmp_path / "engine")
+    stored = load_file(bad / verify.CANARY)
+    save_file({**stored, "logits": stored["logits"] + np.linspace(0, 3, stored["logits"].shape[-1], dtype=np.float32)},
+              bad / verify.CANARY)  # fmt: skip
+    config = json.loads((bad / "config.json").read_text(encoding="utf-8"))
+    write_config(bad, {key: value for key, value in config.items() if key not in ("files", "digest")})
+    assert main(["verify", str(bad)]) == 1
+
+
+@pytest.mark.parametrize("package", ["export", "calib", "runtime"])
+def test_help_imports_nothing_heavy(package: str) -> None:
+    script = (
+        f"import sys; from {package}.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxruntime', 'rich', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
