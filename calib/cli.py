@@ -7,16 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plugins.errors import UserError
-
-if TYPE_CHECKING:
-    from .models import LoadedModel
-
-DEFAULT_CONTEXT = 4096
-LEAST_CONTEXT = 64
-DEFAULT_RATIO = 0.172
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,9 +19,7 @@ def parser() -> argparse.ArgumentParser:
     fit = commands.add_parser("fit", help="fit a codec to a model", description="Fit a codec to a model.")
     _common(fit)
     fit.add_argument("--method", choices=("vqkv",), default="vqkv", help="compression method (default: vqkv)")
-    fit.add_argument(
-        "--ratio", type=float, default=DEFAULT_RATIO, help="fraction of the fp16 cache to keep (default: %(default)s)"
-    )
+    fit.add_argument("--ratio", type=float, help="part of the fp16 KV bytes that remains (default: 0.172)")
     fit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one configuration field")
     fit.add_argument("--out", type=Path, required=True, metavar="DIR", help="codec folder to write")
     fit.add_argument("--effort", choices=("quick", "full"), help="default: full on a GPU, quick without one")
@@ -51,9 +42,7 @@ def _common(command: argparse.ArgumentParser) -> None:
         "--text", nargs="+", action="extend", default=[], metavar="FILE",
         help="UTF-8 text (default: the topics of Python's help())",
     )  # fmt: skip
-    command.add_argument(
-        "--context", type=int, help=f"tokens per window (default: {DEFAULT_CONTEXT}, or the model's limit)"
-    )
+    command.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -71,26 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_fit(options: argparse.Namespace) -> None:
-    import torch
-
-    from plugins.vqkv.config import RATIO_SLACK, VQKVConfig
+    from plugins.vqkv.config import DEFAULT_RATIO, RATIO_SLACK
 
     from .adapter import layer_specs
-    from .fit import fit_codec
+    from .codec import choose_config
+    from .fit import default_effort, fit_codec
     from .models import load
-    from .texts import read_texts
+    from .texts import pick_context, read_texts
 
     if not 0 <= options.seed < 1 << 31:
         raise UserError(f"--seed {options.seed} must be from 0 to 2147483647")
     texts = read_texts(options.text)
     loaded = load(options.model)
     specs = layer_specs(loaded.model)
-    head_dim = next((spec.head_dim for spec in specs if spec.window == 0), specs[0].head_dim)
-    config = VQKVConfig.from_ratio(options.ratio, head_dim).override(options.set)
+    asked = DEFAULT_RATIO if options.ratio is None else options.ratio
+    config = choose_config(asked, options.set, specs)
     ratio = config.ratio(len(specs))
-    if ratio > options.ratio + RATIO_SLACK:
-        print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {options.ratio:g}", file=sys.stderr)
-    effort = options.effort or ("full" if torch.cuda.is_available() else "quick")
+    if ratio > asked + RATIO_SLACK:
+        print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {asked:g}", file=sys.stderr)
+    effort = options.effort or default_effort()
     info = fit_codec(
         loaded.model,
         loaded.tokenizer,
@@ -98,7 +86,7 @@ def run_fit(options: argparse.Namespace) -> None:
         texts,
         effort,
         options.seed,
-        pick_context(options.context, loaded),
+        pick_context(options.context, loaded.model.config),
         options.out,
         model_name=loaded.name,
         model_sha256=loaded.sha256,
@@ -128,7 +116,7 @@ def run_quality(options: argparse.Namespace) -> None:
     from .codec import load as load_codec
     from .models import load
     from .quality import DECODED, measure
-    from .texts import read_texts, token_windows
+    from .texts import pick_context, read_texts, token_windows
 
     if options.windows < 1:
         raise UserError(f"--windows {options.windows} must be at least 1")
@@ -136,7 +124,7 @@ def run_quality(options: argparse.Namespace) -> None:
     texts = read_texts(options.text)
     loaded = load(options.model)
     codec.check_model(layer_specs(loaded.model), loaded.sha256)
-    context = pick_context(options.context, loaded)
+    context = pick_context(options.context, loaded.model.config)
     decoded = min(DECODED, context // 2)
     model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
     report: dict[str, Any] = {
@@ -172,16 +160,6 @@ def run_quality(options: argparse.Namespace) -> None:
         )
     mean = sum(row["increase"] for row in report["texts"].values()) / len(report["texts"])
     print(f"mean perplexity increase {mean:+.2%}")
-
-
-def pick_context(asked: int | None, loaded: LoadedModel) -> int:
-    """Tokens per window: what was asked for, within the model's limit."""
-    limit = int(getattr(loaded.model.config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
-    if asked is None:
-        return min(limit, DEFAULT_CONTEXT)
-    if not LEAST_CONTEXT <= asked <= limit:
-        raise UserError(f"--context {asked} must be from {LEAST_CONTEXT} to the model's limit of {limit}")
-    return asked
 
 
 def _bar(label: str, total: int) -> Any:

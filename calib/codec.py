@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from plugins.vqkv.reference import PARTS, Quantiser
 
 TENSORS, DESCRIPTION = "codec.safetensors", "codec.json"
 FORMAT = 1
+MODEL_KEYS = {"name", "sha256", "architecture", "num_layers", "num_kv_heads", "head_dim"}
 
 
 @dataclass
@@ -50,7 +52,10 @@ class CodecInfo:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CodecInfo:
         """Raises TypeError or KeyError when the keys are not those of a codec.json."""
-        return cls(**{**data, "config": VQKVConfig.from_json(data["config"])})
+        info = cls(**{**data, "config": VQKVConfig.from_json(data["config"])})
+        if missing := MODEL_KEYS - set(info.model):
+            raise KeyError(f"model.{min(missing)}")
+        return info
 
 
 @dataclass
@@ -99,6 +104,12 @@ class Codec:
                 )
 
 
+def choose_config(ratio: float, settings: Sequence[str], specs: Sequence[LayerSpec]) -> VQKVConfig:
+    """The configuration for `ratio` on a model with these layers, with --set `settings` applied. Raises UserError."""
+    head_dim = next((spec.head_dim for spec in specs if spec.window == 0), specs[0].head_dim)
+    return VQKVConfig.from_ratio(ratio, head_dim).override(settings)
+
+
 def compressed_layers(config: VQKVConfig, specs: Sequence[LayerSpec]) -> list[int]:
     """Layers that get codes: neither sliding-window nor listed in full_layers. Raises UserError for bad ones."""
     known = {spec.layer for spec in specs}
@@ -138,27 +149,28 @@ def load(folder: str | Path) -> Codec:
     """Read a codec folder. Raises UserError when it is missing, damaged or not of this version."""
     folder = Path(folder)
     again = "make one with `python -m calib fit`"
+    if missing := [name for name in (DESCRIPTION, TENSORS) if not (folder / name).is_file()]:
+        raise UserError(f"{folder} is not a codec folder ({missing[0]} is missing); {again}")
     try:
-        info = CodecInfo.from_json(json.loads((folder / DESCRIPTION).read_text(encoding="utf-8")))
+        data = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        kind = (data["format"], data["method"])
+        info = CodecInfo.from_json(data) if kind == (FORMAT, "vqkv") else None
         tensors = load_file(str(folder / TENSORS))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} is not a codec folder ({Path(error.filename or '').name} is missing); {again}"
-        ) from error
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise UserError(f"{folder} holds no readable codec ({error}); {again}") from error
-    if info.format != FORMAT or info.method != "vqkv":
-        raise UserError(f"{folder}: format {info.format} of method {info.method!r} is not readable here; {again}")
+        raise UserError(f"{folder} holds no readable codec ({type(error).__name__}: {error}); {again}") from error
+    if info is None:
+        raise UserError(f"{folder}: format {kind[0]} of method {kind[1]!r} is not readable here; {again}")
     layers: dict[int, dict[str, Quantiser]] = {}
-    heads = info.model["num_kv_heads"]
-    for layer in sorted({int(name.split(".")[1]) for name in tensors}):
-        layers[layer] = {side: _quantiser(tensors, layer, side, info.config, heads, folder) for side in ("k", "v")}
-    return Codec(info, layers)
+    for layer in sorted({int(name.split(".")[1]) for name in tensors if re.match(r"layers\.\d+\.", name)}):
+        layers[layer] = {side: _quantiser(tensors, layer, side, info, folder) for side in ("k", "v")}
+    codec = Codec(info, layers)
+    if extra := set(tensors) - set(codec.tensors()):
+        raise UserError(f"{folder / TENSORS} holds {min(extra)}, which is no part of a codec; {again}")
+    return codec
 
 
-def _quantiser(
-    tensors: dict[str, Tensor], layer: int, side: str, config: VQKVConfig, heads: int, folder: Path
-) -> Quantiser:
+def _quantiser(tensors: dict[str, Tensor], layer: int, side: str, info: CodecInfo, folder: Path) -> Quantiser:
+    config, heads = info.config, info.model["num_kv_heads"]
     dim, groups, entries = config.head_dim, getattr(config, f"{side}_groups"), getattr(config, f"{side}_entries")
     tables = heads if config.tables == "head" else 1
     shapes = {
@@ -167,14 +179,17 @@ def _quantiser(
         "decode": (tables, dim, dim),
         "mean": (heads, dim),
     }
-    for part, shape in shapes.items():
+    parts = []
+    for part in PARTS:
         name = f"layers.{layer}.{side}.{part}"
-        found = tensors.get(name)
-        if found is None or tuple(found.shape) != shape or found.dtype != torch.float32:
-            seen = "missing" if found is None else f"{str(found.dtype)[6:]} {list(found.shape)}"
-            raise UserError(
-                f"{folder / TENSORS}: {name} is {seen}, not float32 {list(shape)}; fit again with `python -m calib fit`"
-            )
-    return Quantiser(
-        *(tensors[f"layers.{layer}.{side}.{part}"] for part in PARTS), stages=getattr(config, f"{side}_stages")
-    )
+        found, problem = tensors.get(name), ""
+        if found is None:
+            problem = "is missing"
+        elif tuple(found.shape) != shapes[part] or found.dtype != torch.float32:
+            problem = f"is {str(found.dtype)[6:]} {list(found.shape)}, not float32 {list(shapes[part])}"
+        elif not found.isfinite().all():
+            problem = "has values that are not finite"
+        if found is None or problem:
+            raise UserError(f"{folder / TENSORS}: {name} {problem}; fit again with `python -m calib fit`")
+        parts.append(found)
+    return Quantiser(*parts, stages=getattr(config, f"{side}_stages"))

@@ -27,28 +27,36 @@ from .record import LayerRecord, record
 from .texts import Text, token_windows
 
 HELD_OUT = 8  # every eighth window is kept from the fit
+WARM_STRIDE = 8  # early k-means iterations read every eighth vector, when that leaves as many per codeword
 RIDGE = 0.02  # of a metric's mean eigenvalue, added to all of them
 MOST_VECTORS = 1 << 18
-CPU_SCORES = 1 << 19  # distances formed at once on a CPU: they stay in its cache
+CPU_SCORES = 1 << 18  # distances formed at once on a CPU: they stay in its cache
 RECORD_BYTES = 6 << 30  # layers are recorded in as many passes over the text as this asks for
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much to spend. vectors: wanted per codeword; least: refuse to fit on fewer; share: of a window's tokens that
-    are kept; warm: k-means iterations on an eighth of the vectors; sweeps: then on all of them."""
+    are kept; queries: of a window, whose attention weighs the errors; warm: k-means iterations on some of the vectors;
+    sweeps: then on all of them."""
 
     vectors: int
     least: int
     share: float
+    queries: int
     warm: int
     sweeps: int
 
 
 EFFORTS = {
-    "quick": Effort(vectors=88, least=24, share=1.0, warm=12, sweeps=2),
-    "full": Effort(vectors=512, least=200, share=0.5, warm=30, sweeps=12),
+    "quick": Effort(vectors=88, least=24, share=1.0, queries=128, warm=12, sweeps=2),
+    "full": Effort(vectors=512, least=200, share=0.5, queries=512, warm=30, sweeps=12),
 }
+
+
+def default_effort() -> str:
+    """ "full" where there is a GPU, "quick" without one."""
+    return "full" if torch.cuda.is_available() else "quick"
 
 
 def fit_codec(
@@ -109,7 +117,7 @@ def fit_codec(
     try:
         with _bars(progress, len(passes) * len(windows), len(layers), len(finished)) as (recorded, fitted):
             for chunk in passes:
-                records = record(model, windows, chunk, rows, config, seed, recorded)
+                records = record(model, windows, chunk, rows, plan.queries, config, seed, recorded)
                 for layer in chunk:
                     sides, errors = fit_layer(records.pop(layer), config, plan, len(windows), (seed, layer))
                     for side, error in errors.items():
@@ -246,10 +254,10 @@ def balanced_axes(y: Tensor, weight: Tensor, bits: Sequence[float]) -> Tensor:
         log = (log - log[-1]).tolist()  # all >= 0, so that a group never gains room by taking an axis
         load = [-2 * math.log(2) * bit for bit in bits]
         members: list[list[int]] = [[] for _ in load]
-        for axis, weight in enumerate(log):
+        for axis, height in enumerate(log):
             group = min((g for g in range(len(load)) if len(members[g]) < size), key=lambda g: load[g])
             members[group].append(axis)
-            load[group] += weight
+            load[group] += height
         turned.append(axes[:, [axis for group in members for axis in group]])
     return torch.stack(turned).float()
 
@@ -279,11 +287,8 @@ def fit_stages(
 
 
 def kmeans(y: Tensor, weight: Tensor, entries: int, plan: Effort, generator: torch.Generator) -> Tensor:
-    """Lloyd's algorithm on y [B, n, d] with weight [B, n], all tables at once: codebooks [B, entries, d].
-
-    The first iterations run on an eighth of the vectors, when that leaves eight per codeword.
-    """
-    few = slice(None, None, HELD_OUT if y.shape[1] >= 8 * HELD_OUT * entries else 1)
+    """Lloyd's algorithm on y [B, n, d] with weight [B, n], all tables at once: codebooks [B, entries, d]."""
+    few = _few(y, entries)
     books = lloyd(y[:, few], weight[:, few], _draw(y, entries, generator), plan.warm, generator)
     return lloyd(y, weight, books, plan.sweeps, generator)
 
@@ -294,13 +299,17 @@ def simvq(y: Tensor, weight: Tensor, entries: int, plan: Effort, generator: torc
     base = torch.randn(batch, entries, dim, generator=generator).to(y.device)
     scale = y.square().mean(dim=(1, 2)).sqrt()[:, None, None]
     books = scale * (base @ metric_root(y.transpose(1, 2) @ y))
-    few = slice(None, None, HELD_OUT if rows >= 8 * HELD_OUT * entries else 1)
+    few = _few(y, entries)
     for _ in range(plan.warm):
         total, count = cluster_sums(y[:, few], weight[:, few], assign(y[:, few], books), entries)
         gram = base.transpose(1, 2) @ (base * count[..., None])
         gram = gram + 1e-6 * rows * torch.eye(dim, device=y.device)
         books = base @ torch.linalg.solve(gram, base.transpose(1, 2) @ total)
     return lloyd(y, weight, books, plan.sweeps, generator)
+
+
+def _few(y: Tensor, entries: int) -> slice:
+    return slice(None, None, WARM_STRIDE if y.shape[1] >= WARM_STRIDE**2 * entries else 1)
 
 
 def lloyd(y: Tensor, weight: Tensor, books: Tensor, iterations: int, generator: torch.Generator) -> Tensor:
@@ -323,17 +332,18 @@ def assign(y: Tensor, books: Tensor) -> Tensor:
     entries = books.shape[1]
     low = (1 << (entries - 1).bit_length()) - 1
     index = torch.arange(entries, dtype=torch.int32)
-    ones = torch.ones_like(books[..., :1])
-    right = torch.cat((-books, ones, 0.5 * books.square().sum(-1, keepdim=True)), dim=-1).transpose(1, 2).contiguous()
     code = torch.empty(y.shape[:2], dtype=torch.int32)
     step = max(1, CPU_SCORES // entries)
-    for table in range(len(y)):
+    buffer = y.new_empty(step, entries)
+    for table, book in enumerate(books):
+        half_book, half_y = 0.5 * book.square().sum(-1), 0.5 * y[table].square().sum(-1, keepdim=True)
+        turned = -book.T.contiguous()
         for first in range(0, y.shape[1], step):
-            part = y[table, first : first + step]
-            left = torch.cat((part, 0.5 * part.square().sum(-1, keepdim=True), torch.ones_like(part[:, :1])), dim=-1)
-            packed = (left @ right[table]).view(torch.int32)  # half the squared distances
+            span = slice(first, min(first + step, y.shape[1]))
+            half = torch.addmm(half_book, y[table, span], turned, out=buffer[: span.stop - first])
+            packed = half.add_(half_y[span]).view(torch.int32)  # half the squared distances
             packed.bitwise_and_(~low).bitwise_or_(index)
-            code[table, first : first + step] = packed.amin(dim=-1).bitwise_and_(low)
+            code[table, span] = packed.amin(dim=-1).bitwise_and_(low)
     return code.long()
 
 

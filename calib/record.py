@@ -17,7 +17,6 @@ from plugins.vqkv.config import VQKVConfig
 from .adapter import AttentionCall, intercept
 
 TILE = 512  # query rows per tile where scores have to be formed
-QUERIES = 512  # queries of a window whose attention is looked at
 PAIRS = 4  # keys drawn per query when keys are coded before RoPE
 WEIGHTS = (0.3, 50.0)  # least and most of a token's weight, in means
 PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
@@ -71,13 +70,15 @@ def record(
     windows: Sequence[Sequence[int]],
     layers: Sequence[int],
     rows: int,
+    queries: int,
     config: VQKVConfig,
     seed: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[int, LayerRecord]:
     """Read `windows` and keep `rows` tokens of each, drawn at random past the sinks, for each of `layers`.
 
-    Which tokens are kept, and so the whole result, depends on the seed and the windows only, not on `layers`.
+    The attention of `queries` tokens of each window weighs the errors, see `attention_statistics`. Which tokens are
+    kept, and so the whole result, depends on the seed and the windows only, not on `layers`.
     """
     kept: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in layers}
     metrics: dict[int, Tensor] = {}
@@ -88,7 +89,7 @@ def record(
             draw = _generator(seed, number)
             usable = call.k.shape[2] - config.sinks
             token = torch.randperm(usable, generator=draw)[:rows].sort().values + config.sinks
-            asked = torch.randperm(usable, generator=draw)[:QUERIES].sort().values + config.sinks
+            asked = torch.randperm(usable, generator=draw)[:queries].sort().values + config.sinks
             token, asked = token.to(call.k.device), asked.to(call.k.device)
             keys = rotate(call.k, call.cos, call.sin) if config.key_space == "post_rope" else call.k
             metric, received = attention_statistics(call, asked, config, _generator(seed, number, call.layer))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from plugins.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+DEFAULT_CONTEXT, LEAST_CONTEXT = 4096, 64  # tokens per window
 CHARACTERS_PER_TOKEN = 8  # generous: prose has 4 to 5
 
 
@@ -52,6 +53,16 @@ def _read(path: Path) -> Text:
     except UnicodeDecodeError as error:
         raise UserError(f"--text {path} is not UTF-8 text (byte {error.start})") from error
     return Text.of(path.name, content)
+
+
+def pick_context(asked: int | None, config: PreTrainedConfig) -> int:
+    """Tokens per window: what was asked for, or the default, within the limit of the model with `config`."""
+    limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_CONTEXT)
+    if asked is None:
+        return min(limit, DEFAULT_CONTEXT)
+    if not LEAST_CONTEXT <= asked <= limit:
+        raise UserError(f"--context {asked} must be from {LEAST_CONTEXT} to the model's limit of {limit}")
+    return asked
 
 
 def token_windows(

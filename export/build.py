@@ -31,9 +31,7 @@ METHODS = ("none", "vqkv")
 BACKENDS = ("onnxruntime",)
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-DEFAULT_RATIO = 0.172
 BYTE_ENTRIES = 256
-FIT_CONTEXT = 4096  # windows of the fit, unless the model's limit is shorter
 QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
 
 
@@ -51,7 +49,7 @@ class BuildOptions:
     kv_dtype: str = "fp16"
     max_length: int | None = None
     texts: Sequence[Path] = ()
-    effort: str = "quick"
+    effort: str | None = None
     settings: Sequence[str] = ()
     seed: int = 0
     context: int | None = None
@@ -159,20 +157,14 @@ def _check_disk(loaded: LoadedModel, options: BuildOptions, folder: Path) -> Non
         )
 
 
-def method_config(ratio: float | None, settings: Sequence[str], head_dim: int) -> VQKVConfig:
-    """The configuration for `--ratio` (default 0.172) with `--set` applied."""
-    from plugins.vqkv.config import VQKVConfig
-
-    return VQKVConfig.from_ratio(DEFAULT_RATIO if ratio is None else ratio, head_dim).override(settings)
-
-
 def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
     """The codec given, or one fitted now."""
     from calib import codec as codecs
     from calib.adapter import layer_specs
-    from calib.fit import fit_codec
+    from calib.fit import default_effort, fit_codec
     from calib.gguf import cache_folder
-    from calib.texts import read_texts
+    from calib.texts import pick_context, read_texts
+    from plugins.vqkv.config import DEFAULT_RATIO
 
     specs = layer_specs(loaded.model)
     if options.codec is not None:
@@ -180,23 +172,24 @@ def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
         codec.check_model(specs, loaded.sha256)
         _refuse_unexportable(codec.config)
         return codec
-    compressible = [spec for spec in specs if not spec.window]
-    config = method_config(options.ratio, options.settings, (compressible or specs)[0].head_dim)
+    ratio = DEFAULT_RATIO if options.ratio is None else options.ratio
+    config = codecs.choose_config(ratio, options.settings, specs)
     _refuse_unexportable(config)
     texts = read_texts(options.texts)
-    context = options.context or min(FIT_CONTEXT, int(loaded.model.config.max_position_embeddings))
+    context = pick_context(options.context, loaded.model.config)
+    effort = options.effort or default_effort()
     identity = {
         "kvpack": KVPACK,
         "model": loaded.sha256,
         "config": config.to_json(),
         "texts": [text.sha256 for text in texts],
-        "fit": [options.effort, options.seed, context],
+        "fit": [effort, options.seed, context],
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     out = cache_folder() / "codecs" / key
     if not (out / codecs.DESCRIPTION).is_file():
         fit_codec(
-            *(loaded.model, loaded.tokenizer, config, texts, options.effort, options.seed, context, out),
+            *(loaded.model, loaded.tokenizer, config, texts, effort, options.seed, context, out),
             options.progress,
             model_name=loaded.name,
             model_sha256=loaded.sha256,

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--text", type=Path, nargs="+", default=[], help="texts to fit on (default: Python's own topics)"
     )
-    build.add_argument("--effort", choices=("quick", "full"), default="quick", help="how thoroughly to fit")
+    build.add_argument("--effort", choices=("quick", "full"), help="of the fit (default: full on a GPU, else quick)")
     build.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
                        help="override a field of the method's configuration; may be repeated")  # fmt: skip
     build.add_argument("--seed", type=int, default=0, help="of the fit")

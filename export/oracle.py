@@ -1,6 +1,6 @@
 """The torch side of verification, in a process of its own: what the engine should have answered.
 
-`python -m export.oracle REQUEST RESULT`: REQUEST is a JSON file, RESULT a safetensors file (both in a temporary folder).
+`python -m export.oracle REQUEST RESULT`: a JSON file in, a safetensors file out, both in a temporary folder.
 """
 
 from __future__ import annotations

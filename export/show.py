@@ -66,21 +66,31 @@ def show_report(report: Mapping[str, Any], out: Path) -> None:
     method, quality = report["method"], report["quality"]
     _out.print(_memory(report["memory"], report["fixed_bytes"]))
     if quality:
-        _out.print(
-            f"Lost, on {', '.join(quality['text'])} at {quality['context']} tokens: perplexity {quality['ppl_exact']:.2f} -> "
-            f"{quality['ppl']:.2f} ({quality['increase']:+.2%}), KL divergence {quality['kl']:.4f} nats, "
-            f"same top token {quality['top1']:.1%}",
-            highlight=False,
+        table = Table(
+            "perplexity", "compressed", "rise", "KL divergence", "same top token", title=_quality_title(quality)
         )
+        table.add_row(
+            f"{quality['ppl_exact']:.2f}",
+            f"{quality['ppl']:.2f}",
+            f"{quality['increase']:+.2%}",
+            f"{quality['kl']:.4f} nats",
+            f"{quality['top1']:.1%}",
+        )
+        _out.print(table)
     _out.print(f"Method {method['name']}, ratio {method['ratio']:.4f}. Engine: {out}", highlight=False)
+
+
+def _quality_title(quality: Mapping[str, Any]) -> str:
+    return f"Lost on {', '.join(quality['text'])}, {quality['windows']} windows of {quality['context']:,} tokens"
 
 
 def show_description(d: Mapping[str, Any]) -> None:
     """What `inspect` prints."""
     model, method = d["model"], d["method"]
     _out.print(
-        f"{model['name']} ({model['architecture']}), {model['num_layers']} layers, {model['num_kv_heads']} KV heads of "
-        f"{model['head_dim']}; weights {d['dtype']}, exact cache rows {d['kv_dtype']}, up to {d['max_length']:,} tokens",
+        f"{model['name']} ({model['architecture']}), {model['num_layers']} layers, {model['num_kv_heads']} KV heads "
+        f"of {model['head_dim']}; weights {d['dtype']}, exact cache rows {d['kv_dtype']}, "
+        f"up to {d['max_length']:,} tokens",
         highlight=False,
     )
     _out.print(f"method {method['name']}, ratio {method['ratio']:.4f} by the paper's accounting", highlight=False)

@@ -1,4 +1,4 @@
-"""Proof that an engine computes what it claims: against the eager model, against the reference caches, against itself."""
+"""Proof that an engine computes what it claims: against the eager model, the reference caches and itself."""
 
 from __future__ import annotations
 

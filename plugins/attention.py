@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Rotary embedding of x [B, H, S, D] by cos, sin [B or 1, S, rotary_dim]; dimensions past rotary_dim pass through."""
+    """Rotary embedding of x [B, H, S, D] by cos, sin [B or 1, S, rotary_dim]; later dimensions pass through."""
     if cos is None or sin is None:
         return x
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

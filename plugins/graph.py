@@ -259,7 +259,7 @@ def attention(
                 if rows.decode_value is not None:
                     term = t.MatMul(term, rows.decode_value)
                 if rows.mean_value is not None:
-                    total = t.ReduceSum(mass, [-1], keepdims=1)
+                    total = t.MatMul(mass, t.Expand(1.0, t.shape(count, 1)))  # sum; ReduceSum of 0 fails in ORT 1.23
                     term = t.Add(term, t.Mul(total, t.Unsqueeze(rows.mean_value, [1])))
             out = term if out is None else t.Add(out, term)
         return t.Reshape(out, t.shape(0, h, g, size, d))

@@ -57,7 +57,7 @@ def random_codec(model: PreTrainedModel, config: VQKVConfig, sha256: str = "", s
 def make_engine(
     folder: Path, family: str, config: VQKVConfig | None = None, options: dict[str, Any] | None = None, **changes: Any
 ) -> tuple[PreTrainedModel, Codec | None]:
-    """Write an engine of a tiny model to `folder`; returns the model (float32) and the random codec, if `config` is given.
+    """Write an engine of a tiny model to `folder`; returns the model (float32) and, given `config`, the random codec.
 
     options: fields of BuildOptions. changes: fields of the model's configuration.
     """

@@ -71,7 +71,7 @@ VQKV = {
 
 
 def follow(engine: Engine, model: PreTrainedModel, codec: Codec, prompts: tuple[int, ...], steps: int) -> None:
-    """Prefill and decode `steps` tokens; logits and codes must equal the reference's, which reads the engine's codes."""
+    """Prefill and decode; logits and codes must equal those of the reference, which reads the engine's codes."""
     ids = tokens(len(prompts), max(prompts) + steps, seed=1)
     with engine.session(batch=len(prompts)) as session:
         first = session.prefill([row[:n].tolist() for row, n in zip(ids, prompts, strict=True)])[:, 0]

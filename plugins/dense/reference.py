@@ -28,7 +28,7 @@ class LayerCache:
         self.key, self.value = empty, empty.clone()
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [1, Hq, S, D], k and v [1, H, S, D] before RoPE -> the attention's output [1, Hq, S, D]; appends k and v."""
+        """q [1, Hq, S, D], k and v [1, H, S, D] before RoPE -> the output [1, Hq, S, D]; appends k and v."""
         past = self.key.shape[2]
         key = turn(k, self.rope, past)
         mask = causal_mask(q.shape[2], past + q.shape[2], self.spec.window)

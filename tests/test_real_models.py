@@ -1,0 +1,161 @@
+"""The built-in model at real lengths. `python -m pytest -m slow`; the model is downloaded on first use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from calib import codec as codecs
+from calib import models
+from calib.adapter import layer_specs
+from calib.quality import measure
+from calib.reference import ReferenceModel
+from calib.texts import default_text, read_texts, token_windows
+from export.build import BuildOptions, build
+from export.verify import log_softmax, stored_codes
+from runtime import Engine
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("real")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> models.LoadedModel:
+    return models.load("smollm2", progress=False)
+
+
+@pytest.fixture(scope="module")
+def ids(loaded: models.LoadedModel) -> list[int]:
+    return loaded.tokenizer(default_text().content[: 1 << 17]).input_ids
+
+
+@pytest.fixture(scope="module")
+def vqkv(home: Path) -> Path:
+    """The default engine, its exact rows in float32 so that it can be held to the reference."""
+    build(BuildOptions(out=home / "vqkv", ratio=0.172, kv_dtype="fp32"))
+    return home / "vqkv"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_uncompressed_engine_equals_the_eager_model(home: Path, loaded, ids: list[int], batch: int) -> None:
+    if not (home / "none").exists():
+        build(BuildOptions(out=home / "none", method="none", kv_dtype="fp32"))
+    prompts = (300, 41, 170)[:batch]
+    rows = [ids[1000 * b : 1000 * b + n + 64] for b, n in enumerate(prompts)]
+    with torch.no_grad():
+        expected = [
+            loaded.model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float().numpy() for row in rows
+        ]
+    worst = 0.0
+    with Engine.open(home / "none") as engine, engine.session(batch=batch) as session:
+        logits = session.prefill([row[:n] for row, n in zip(rows, prompts, strict=True)], logits="all")
+        for b, n in enumerate(prompts):
+            worst = max(worst, float(np.abs(logits[b, :n] - expected[b][:n]).max()))
+        for step in range(64):
+            logits = session.decode([row[n + step] for row, n in zip(rows, prompts, strict=True)])
+            worst = max(worst, *(float(np.abs(logits[b] - expected[b][n + step]).max()) for b, n in enumerate(prompts)))
+    print(f"batch {batch}: largest difference of logits {worst:.2e}")
+    assert worst <= 2e-4
+
+
+def test_the_vqkv_engine_equals_the_reference_over_300_steps(vqkv: Path, loaded, ids: list[int]) -> None:
+    prompts, steps = (400, 120, 30), 300
+    rows = [ids[2000 * b : 2000 * b + n + steps] for b, n in enumerate(prompts)]
+    with Engine.open(vqkv) as engine, engine.session(batch=3) as session:
+        first = session.prefill([row[:n] for row, n in zip(rows, prompts, strict=True)])[:, 0]
+        rest = [session.decode([row[n + s] for row, n in zip(rows, prompts, strict=True)]) for s in range(steps)]
+        got, codes = np.stack([first, *rest], axis=1), stored_codes(session)
+    codec = codecs.load(vqkv)
+    worst = wrong = flips = total = 0
+    for b, n in enumerate(prompts):
+        given = {
+            layer: tuple(torch.from_numpy(codes[f"{b}.{layer}.{side}"]).long() for side in "kv")
+            for layer in codec.layers
+        }
+        reference = ReferenceModel(loaded.model, codec, n + steps, codes=given)
+        expected = [reference.step(rows[b][:n])[-1], *(reference.step([t])[0] for t in rows[b][n:])]
+        worst = max(worst, float(np.abs(torch.stack(expected).numpy() - got[b]).max()))
+        for layer, sides in given.items():
+            cache = reference.caches[layer]
+            for own, gap, found in zip(cache.codes, cache.gaps, sides, strict=True):
+                differs = own != found
+                tied = (differs & (gap < 1e-4)).cumsum(-1) > 0
+                wrong += int((differs & ~tied).sum())
+                flips += int((differs & (gap < 1e-4)).sum())
+                total += own.numel()
+    print(
+        f"largest difference of logits {worst:.2e}; {flips} flipped ties and {wrong} other differences in {total} codes"
+    )
+    assert worst <= 2e-3 and wrong == 0
+
+
+def test_the_simulation_behind_the_quality_table_equals_the_engine(vqkv: Path, loaded) -> None:
+    codec = codecs.load(vqkv)
+    windows = token_windows(loaded.tokenizer, [default_text()], 1024, 2)
+    score = measure(loaded.model, codec, windows, decoded=256)
+    losses = []
+    with Engine.open(vqkv) as engine:
+        for window in windows:
+            with engine.session() as session:
+                session.prefill(window[: 1024 - 256])
+                logits = np.stack([session.decode([t])[0] for t in window[1024 - 256 :]])
+            target = np.asarray(window[1024 - 255 :])
+            losses.append(-float(log_softmax(logits[:-1])[np.arange(255), target].mean()))
+    assert losses == pytest.approx(score.coded, rel=1e-3)
+
+
+def test_prefill_memory_grows_with_the_prompt_not_with_its_square(vqkv: Path) -> None:
+    script = (
+        "import resource, sys\n"
+        "from runtime import Engine\n"
+        "with Engine.open(sys.argv[1]) as engine, engine.session() as session:\n"
+        "    session.prefill([5] * 32)\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "    session.prefill([7] * 8000)\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(vqkv)], capture_output=True, text=True, check=True)
+    grown = int(done.stdout) * 1024
+    print(f"8,000 tokens took {grown / 2**20:.0f} MiB at their peak")
+    assert grown < 9 * 8000 * 8000 * 4 / 2  # half of one layer's score matrix
+
+
+def test_quality_stays_within_the_bars(home: Path, loaded) -> None:
+    """The `full` fit on the texts of the quality table; needs KVPACK_TEXTS with pgdoc, pydoc, austen and kdoc."""
+    folder = Path(os.environ.get("KVPACK_TEXTS", "nowhere"))
+    if not folder.is_dir() or not torch.cuda.is_available():
+        pytest.skip("set KVPACK_TEXTS to the folder of texts, on a machine with a GPU")
+    from calib.fit import fit_codec
+
+    fitted_on = read_texts([folder / "pgdoc.txt", folder / "pydoc.txt"])
+    for ratio, bar in ((0.172, 0.02), (0.125, 0.025)):
+        out = home / f"codec-{ratio}"
+        fit_codec(
+            loaded.model,
+            loaded.tokenizer,
+            codecs.choose_config(ratio, [], layer_specs(loaded.model)),
+            fitted_on,
+            "full",
+            0,
+            4096,
+            out,
+        )
+        loaded.model.to("cuda")
+        rises = []
+        for name in ("austen.txt", "kdoc.txt"):
+            windows = token_windows(loaded.tokenizer, read_texts([folder / name]), 4096, 8)
+            rises.append(measure(loaded.model, codecs.load(out), windows).summary()["increase"])
+        loaded.model.to("cpu")
+        print(json.dumps({"ratio": ratio, "increase": rises}))
+        assert np.mean(rises) <= bar
