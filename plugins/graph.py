@@ -124,6 +124,23 @@ def tiles(
     return b.Scan(starts, body=graph, num_scan_inputs=1)
 
 
+def when(
+    b: Body,
+    condition: ir.Value,
+    compute: Callable[[Body], ir.Value],
+    otherwise: Callable[[Body], ir.Value],
+    dtype: ir.DataType,
+) -> ir.Value:
+    """`compute` where the bool scalar `condition` holds, else `otherwise`: only the chosen one runs."""
+    branches = []
+    for branch in (compute, otherwise):
+        inner = b.inner()
+        out = branch(inner)
+        out.type = ir.TensorType(dtype)
+        branches.append(ir.Graph([], [out], nodes=inner.tape.nodes, name="branch"))
+    return b.If(condition, then_branch=branches[0], else_branch=branches[1])
+
+
 def gather_rows(b: Body, x: ir.Value, index: ir.Value, heads: int) -> ir.Value:
     """x [B, H, N, D], index int64 [B, M] -> [B, H, M, D]."""
     shape = b.shape(b.size(index, 0), heads, b.size(index, 1), 1)

@@ -75,8 +75,17 @@ class Quantiser:
         return b.Add(b.MatMul(self.decode(b, codes), self.decode_matrix), b.Unsqueeze(self.mean, [1]))
 
     def encode(self, b: Body, rows: ir.Value) -> ir.Value:
-        """rows float32 [B, H, E, D] -> codes int8 [B, H, E, L], by tiles of rows."""
-        heads = self.spec.num_kv_heads
+        """rows float32 [B, H, E, D] -> codes int8 [B, H, E, L]. A step without rows costs nothing."""
+        some = b.Squeeze(b.Greater(b.size(rows, 2), [0]))
+
+        def nothing(t: Body) -> ir.Value:
+            shape = t.shape(t.size(rows, 0), self.spec.num_kv_heads, 0, self.lookups)
+            return t.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, np.int8)))
+
+        return graph.when(b, some, lambda t: self._encode(t, rows), nothing, ir.DataType.INT8)
+
+    def _encode(self, b: Body, rows: ir.Value) -> ir.Value:
+        """`encode` for at least one row, by tiles of rows."""
         count = b.size(rows, 2)
         norms = b.Unsqueeze(b.ReduceSum(b.Mul(self.books, self.books), [-1], keepdims=0), [2])  # [T, L, 1, entries]
         books = b.Transpose(self.books, perm=[0, 1, 3, 2])  # [T, L, d, entries]
@@ -103,7 +112,7 @@ class Quantiser:
             return t.cast(t.Sub(joined, self.entries // 2), ir.DataType.INT8)
 
         stacked = b.Transpose(graph.tiles(b, count, graph.ENCODE_TILE, tile, ir.DataType.INT8), perm=[1, 2, 0, 3, 4])
-        codes = b.Reshape(stacked, b.shape(b.size(rows, 0), heads, -1, self.lookups))
+        codes = b.Reshape(stacked, b.shape(b.size(rows, 0), self.spec.num_kv_heads, -1, self.lookups))
         return b.slice(codes, [0], count, 2)
 
 
@@ -168,19 +177,22 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
     codes = [b.slice(x, [0], count, 2) for x in (codes_k, codes_v)]
     row = b.Range(0, b.Squeeze(count), 1)
     visible = b.Less(b.Unsqueeze(row, [0]), b.Unsqueeze(stored, [1]))  # [B, N]
+    if pre_rope:
+        at = b.Unsqueeze(b.Add(row, geometry.sinks), [0])  # [1, N]
+        key_rows = {"key": rotated(sides[0].rebuild(b, codes[0]), at)}
+    else:
+        key_rows = {
+            "key": sides[0].decode(b, codes[0]),
+            "decode_key": sides[0].decode_matrix,
+            "mean_key": sides[0].mean,
+        }
     compressed = Rows(
-        key=sides[0].decode(b, codes[0]),
+        **key_rows,
         value=sides[1].decode(b, codes[1]),
         visible=visible,
-        decode_key=sides[0].decode_matrix,
-        mean_key=sides[0].mean,
         decode_value=sides[1].decode_matrix,
         mean_value=sides[1].mean,
     )
-    if pre_rope:
-        at = b.Unsqueeze(b.Add(row, geometry.sinks), [0])  # [1, N]
-        compressed.key = rotated(sides[0].rebuild(b, codes[0]), at)
-        compressed.decode_key = compressed.mean_key = None
     out = b.CastLike(graph.attention(b, spec, query, key, value, past, new, [seen, compressed]), q)
 
     # (b) encode what leaves the window, (c) renew the exact rows
