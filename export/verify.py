@@ -24,8 +24,9 @@ CANARY_STEPS = 8
 LOGITS_PREFILL = 2e-4  # max abs, float32, against the eager model, times the scale of the logits (below)
 LOGITS_DECODE = 2e-3  # max abs, float32, against the reference caches
 LOGIT_SCALE = 10.0  # logits larger than this loosen the prefill bound in proportion: float32 has no more digits
-TIE = {"fp32": 1e-4, "fp16": 5e-3}  # relative gap of squared distances under which two codes are a tie
-FP16_KL, FP16_TOP1 = 1e-4, 0.99  # instead of differences, where fp16 weights or cache rows are rounded
+TIE = 1e-4  # relative gap of squared distances under which two codes are a tie
+# Where fp16 weights or cache rows are rounded, a last bit of float32 decides which way; hence shares, not differences.
+FP16_KL, FP16_TOP1, FP16_CODES = 1e-4, 0.99, 1e-3
 
 
 @dataclass
@@ -113,7 +114,7 @@ def against_model(
     half = _is_half(artefact.config)
     checks += _closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
     checks += _closeness("batch of 2 against each alone", list(decode), alone, half, LOGITS_DECODE)
-    return checks + _codes(codes, expected, TIE["fp16" if half else "fp32"])
+    return checks + _codes(codes, expected, half)
 
 
 def _is_half(config: dict[str, object]) -> bool:
@@ -176,19 +177,23 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _codes(codes: dict[str, np.ndarray], expected: dict[str, np.ndarray], tie: float) -> list[Check]:
-    """Codes must equal the reference's up to the first tie of a vector; later lookups of it are not compared."""
+def _codes(codes: dict[str, np.ndarray], expected: dict[str, np.ndarray], half: bool) -> list[Check]:
+    """Codes must equal the reference's up to the first tie of a vector; later lookups of it are not compared.
+
+    Where fp16 is involved the vectors themselves may differ by a rounding: then few codes may differ at all.
+    """
     wrong = flips = total = 0
     for name, got in codes.items():
-        own, gap = expected[name], expected[f"{name}.gap"]
-        differs = got != own
-        tied = np.cumsum((gap < tie) & differs, axis=-1) > 0  # from a flipped tie on
-        wrong += int((differs & ~tied).sum())
-        flips += int(((gap < tie) & differs).sum())
+        differs, tied = got != expected[name], expected[f"{name}.gap"] < TIE
+        wrong += int((differs & ~(np.cumsum(differs & tied, axis=-1) > 0)).sum())
+        flips += int((differs & tied).sum())
         total += got.size
     if not codes:
         return []
-    return [Check.at_most("codes that differ and are no ties", wrong, 0, f"{flips} flipped ties of {total} codes")]
+    detail = f"{flips} flipped ties and {wrong} other differences in {total:,} codes"
+    if half:
+        return [Check.at_most("share of codes that differ", (wrong + flips) / total, FP16_CODES, detail)]
+    return [Check.at_most("codes that differ and are no ties", wrong, 0, detail)]
 
 
 def make_canary(engine: Engine, sequences: Sequence[Sequence[int]], prompts: Sequence[int], folder: Path) -> None:
