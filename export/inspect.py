@@ -9,16 +9,17 @@ from runtime.artefact import Artefact, fp16_bytes, state_bytes
 LENGTHS = (4096, 32768, 131072)
 
 
-def memory_table(artefact: Artefact) -> list[dict[str, float]]:
-    """Bytes at each length of LENGTHS up to the limit (and at the limit): one sequence, as the runtime holds them."""
+def memory_table(artefact: Artefact) -> list[dict[str, float | bool]]:
+    """Bytes of one sequence, as the runtime holds them, at the engine's limit and at LENGTHS (even past the limit)."""
     limit = artefact.max_length
     rows = []
-    for tokens in sorted({*(n for n in LENGTHS if n <= limit), limit}):
+    for tokens in sorted({*LENGTHS, limit}):
         held, dense = state_bytes(artefact, tokens), fp16_bytes(artefact, tokens)
         fixed = artefact.config["fixed_bytes"]
         rows.append(
             {
                 "tokens": tokens,
+                "within_limit": tokens <= limit,
                 "bytes": held,
                 "bytes_per_token": held / tokens,
                 "fp16_bytes": dense,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,12 +46,13 @@ def show_checks(checks: Sequence[Mapping[str, Any]]) -> None:
 
 def _memory(rows: Sequence[Mapping[str, Any]], fixed: int) -> Table:
     table = Table(
-        "tokens", "cache", "bytes/token", "fp16 cache", "of fp16", "of fp16, tables counted",
+        *("tokens", "cache", "bytes/token", "fp16 cache", "of fp16", "of fp16, tables counted"),
         title=f"Memory of one sequence (tables of the engine: {_mib(fixed)})",
-    )  # fmt: skip
+        caption=None if all(row["within_limit"] for row in rows) else "* beyond this engine's limit",
+    )
     for row in rows:
         table.add_row(
-            f"{row['tokens']:,}", _mib(row["bytes"]), f"{row['bytes_per_token']:,.0f}", _mib(row["fp16_bytes"]),
+            f"{row['tokens']:,}" + ("" if row["within_limit"] else " *"), _mib(row["bytes"]), f"{row['bytes_per_token']:,.0f}", _mib(row["fp16_bytes"]),
             f"{row['ratio']:.4f}", f"{row['ratio_with_fixed']:.4f}",
         )  # fmt: skip
     return table
@@ -80,6 +82,30 @@ def show_report(report: Mapping[str, Any], out: Path) -> None:
     _out.print(f"Method {method['name']}, ratio {method['ratio']:.4f}. Engine: {out}", highlight=False)
 
 
+def _grouped(tensors: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Tensors with the layers that have the same one written together: ("layer0-29.codes_k", spec)."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for spec in tensors:
+        stem = re.sub(r"^layer\d+", "layer", spec["name"])
+        groups.setdefault((stem, spec["dtype"], str(spec["shape"])), []).append(spec)
+    named = []
+    for (stem, *_), members in groups.items():
+        layers = [int(match[1]) for spec in members if (match := re.match(r"layer(\d+)", spec["name"]))]
+        named.append((stem.replace("layer", f"layer{_ranges(layers)}", 1) if layers else stem, members[0]))
+    return named
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _quality_title(quality: Mapping[str, Any]) -> str:
     return f"Lost on {', '.join(quality['text'])}, {quality['windows']} windows of {quality['context']:,} tokens"
 
@@ -97,9 +123,10 @@ def show_description(d: Mapping[str, Any]) -> None:
     for key, value in method["config"].items():
         _out.print(f"  {key} = {value}", highlight=False)
     table = Table("tensor", "role", "dtype", "shape", "written in place by", title="Tensor contract")
-    for spec in d["tensors"]:
+    for name, spec in _grouped(d["tensors"]):
         shape = " x ".join(str(dim) for dim in spec["shape"])
-        table.add_row(spec["name"], spec["role"], spec["dtype"], shape or "scalar", spec["alias"] or "")
+        alias = f"{name}_out" if spec["alias"] else ""
+        table.add_row(name, spec["role"], spec["dtype"], shape or "scalar", alias)
     _out.print(table)
     _out.print(_memory(d["memory"], d["fixed_bytes"]))
     even = d["break_even"]
