@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ BACKENDS = ("onnxruntime",)
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BYTE_ENTRIES = 256
+TOOLS = ("onnxruntime", "onnx", "torch", "transformers")  # whose versions an engine records
 QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
 
 
@@ -302,7 +303,7 @@ def _config(
         "fixed_bytes": sum(array.nbytes for tables in assembly.tables for array in tables.values()),
         "target": {
             "backend": options.backend,
-            "versions": {name: version(name) for name in ("onnxruntime", "onnx", "torch", "transformers")},
+            "versions": {name: import_module(name).__version__ for name in TOOLS},
         },
     }
 

@@ -52,9 +52,13 @@ def _memory(rows: Sequence[Mapping[str, Any]], fixed: int) -> Table:
     )
     for row in rows:
         table.add_row(
-            f"{row['tokens']:,}" + ("" if row["within_limit"] else " *"), _mib(row["bytes"]), f"{row['bytes_per_token']:,.0f}", _mib(row["fp16_bytes"]),
-            f"{row['ratio']:.4f}", f"{row['ratio_with_fixed']:.4f}",
-        )  # fmt: skip
+            f"{row['tokens']:,}" + ("" if row["within_limit"] else " *"),
+            _mib(row["bytes"]),
+            f"{row['bytes_per_token']:,.0f}",
+            _mib(row["fp16_bytes"]),
+            f"{row['ratio']:.4f}",
+            f"{row['ratio_with_fixed']:.4f}",
+        )
     return table
 
 
