@@ -127,6 +127,7 @@ class LayerCache:
         self.quantisers, self.state_dtype = (key, value), state_dtype
         empty = torch.zeros(1, spec.num_kv_heads, 0, spec.head_dim)
         self.rows = [empty, empty.clone()]  # K in the codec's key space, V; rounded to state_dtype
+        self.coded = [empty, empty.clone()]  # what the encoded rows read as; frozen once made
         self.codes = [torch.zeros(spec.num_kv_heads, 0, sum(q.stages), dtype=torch.int64) for q in self.quantisers]
         self.gaps = [torch.zeros(c.shape) for c in self.codes]
 
@@ -140,11 +141,13 @@ class LayerCache:
         stored = self.geometry.encoded(past)
         old = []
         for side in range(2):
-            rows = self.rows[side].clone()
-            if stored:
-                chosen = self.codes[side] if codes is None else codes[side][:, :stored]
-                rows[0, :, sinks : sinks + stored] = self.quantisers[side].from_codes(chosen)
-            old.append(rows)
+            known = self.coded[side].shape[2]
+            if stored > known:
+                chosen = (self.codes if codes is None else codes)[side][:, known:stored]
+                rebuilt = self.quantisers[side].from_codes(chosen)[None]
+                self.coded[side] = torch.cat((self.coded[side], rebuilt), dim=2)
+            rows = self.rows[side]
+            old.append(torch.cat((rows[:, :, :sinks], self.coded[side], rows[:, :, sinks + stored :]), dim=2))
         key = turn(k, self.rope, past)
         old_key = turn(old[0], self.rope, 0) if self.pre_rope else old[0]
         out = attend(
