@@ -180,3 +180,10 @@ def rope_tables(model: PreTrainedModel, limit: int) -> list[tuple[Tensor, Tensor
             raise NotImplementedError("interleaved rotary embeddings are not supported")
         tables.append((cos[:, :half].contiguous(), sin[:, :half].contiguous()))
     return tables
+
+
+def frozen_rope(model: PreTrainedModel) -> list[str]:
+    """The rotary scalings of `model` whose angles depend on the length, which `rope_tables` freezes at its limit."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [parameters, *(p for p in parameters.values() if isinstance(p, dict))]
+    return sorted({p["rope_type"] for p in kinds if p.get("rope_type") in ("dynamic", "longrope")})

@@ -116,13 +116,15 @@ def _check_options(options: BuildOptions) -> None:
         raise UserError(f"--backend {options.backend} is unknown: use one of {', '.join(BACKENDS)}")
     if options.out.exists():
         raise UserError(f"--out {options.out} exists already: name another folder or remove it")
+    fit = {"--ratio": options.ratio, "--set": options.settings or None, "--text": options.texts or None}
+    fit |= {"--effort": options.effort, "--context": options.context}
     if options.method == "none":
-        for name, value in (("--ratio", options.ratio), ("--codec", options.codec), ("--set", options.settings)):
-            if value:
+        for name, value in (fit | {"--codec": options.codec}).items():
+            if value is not None:
                 raise UserError(f"{name} has no meaning with --method none, which does not compress: leave it out")
     if options.codec is not None:
-        for name, value in (("--ratio", options.ratio), ("--set", options.settings), ("--text", options.texts)):
-            if value:
+        for name, value in fit.items():
+            if value is not None:
                 raise UserError(f"{name} cannot change the finished codec of --codec {options.codec}: leave one out")
 
 
@@ -273,6 +275,8 @@ def _config(
     limit: int,
     assembly: Assembly,
 ) -> dict[str, Any]:
+    from calib.adapter import frozen_rope
+
     method: dict[str, Any] = {"name": "none", "config": {}, "ratio": 1.0}
     if codec is not None:
         method = {
@@ -296,7 +300,7 @@ def _config(
         "method": method,
         "dtype": options.dtype,
         "kv_dtype": options.kv_dtype,
-        "limits": {"max_length": limit},
+        "limits": {"max_length": limit, "frozen_rope": frozen_rope(loaded.model)},
         "geometry": codec.config.geometry().to_json() if codec else None,
         "inputs": [spec.to_json() for spec in assembly.inputs],
         "outputs": [spec.to_json() for spec in assembly.outputs],
@@ -334,6 +338,7 @@ def _prove(
         "method": config["method"],
         "memory": memory,
         "fixed_bytes": config["fixed_bytes"],
+        "limits": config["limits"],
         "quality": quality,
         "codec": codec.info.to_json() if codec else None,
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from calib import codec as codecs
 from calib import models
+from calib.adapter import frozen_rope
 from calib.reference import ReferenceModel
 from plugins.errors import UserError
 
@@ -34,7 +35,10 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
     found = load_file(request["engine"])
     results: dict[str, Tensor] = {}
     for number, (tokens, prompt) in enumerate(zip(request["sequences"], request["prompts"], strict=True)):
-        eager = loaded.model(input_ids=torch.tensor([tokens[:prompt]]), use_cache=False).logits[0].float()
+        if frozen_rope(loaded.model):  # the model itself would use the angles of this prompt's length
+            eager = ReferenceModel(loaded.model, None, request["max_length"]).step(tokens[:prompt])
+        else:
+            eager = loaded.model(input_ids=torch.tensor([tokens[:prompt]]), use_cache=False).logits[0].float()
         results[f"{number}.prefill"] = eager[request["picks"][number]].clone()
         del eager
         codes = {

@@ -83,6 +83,11 @@ def show_report(report: Mapping[str, Any], out: Path) -> None:
             f"{quality['top1']:.1%}",
         )
         _out.print(table)
+    if frozen := report["limits"]["frozen_rope"]:
+        limit = report["limits"]["max_length"]
+        _out.print(
+            f"Rotary angles of type {', '.join(frozen)} are frozen as they are at {limit:,} tokens", highlight=False
+        )
     _out.print(f"Method {method['name']}, ratio {method['ratio']:.4f}. Engine: {out}", highlight=False)
 
 

@@ -154,6 +154,7 @@ def test_bad_input_gives_one_sentence_and_leaves_nothing_behind(
         "0.9": ["--ratio", "0.9"],
         "0.001": ["--ratio", "0.001"],
         "--ratio has no meaning": ["--method", "none", "--ratio", "0.2"],
+        "--effort has no meaning": ["--method", "none", "--effort", "full"],
         "zstd": ["--method", "zstd"],
         "tensorrt": ["--backend", "tensorrt"],
         "k_colour": ["--set", "k_colour=3"],
@@ -218,3 +219,19 @@ def test_help_imports_nothing_heavy(package: str) -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_rotary_angles_that_depend_on_the_length_are_frozen_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+        "original_max_position_embeddings": 1024,
+    }
+    save_tiny(tmp_path / "model", "phi3", num_hidden_layers=2, rope_parameters=rope)
+    arguments = ["build", "--model", str(tmp_path / "model"), "--method", "none", "--out", str(tmp_path / "engine")]
+    assert main(arguments) == 0
+    assert "longrope are frozen as they are at 4,096 tokens" in " ".join(capsys.readouterr().out.split())
