@@ -111,10 +111,10 @@ def tiles(
 ) -> ir.Value:
     """Run `compute(body, start, size)` over ceil(rows / size) tiles, size = min(rows, tile), as one Scan.
 
-    rows: int64 [1]. start, size: int64 [1]. Returns the tiles stacked along a new first axis; at least one is run.
+    rows: int64 [1], at least 1. start, size: int64 [1]. Returns the tiles stacked along a new first axis.
     """
-    size = b.Min(b.Max(rows, [1]), [tile])
-    count = b.Max(b.Div(b.Sub(b.Add(rows, size), [1]), size), [1])
+    size = b.Min(rows, [tile])
+    count = b.Div(b.Sub(b.Add(rows, size), [1]), size)
     starts = b.Mul(b.Range(0, b.Squeeze(count), 1), size)
     inner = b.inner()
     start = ir.Value(name=f"{inner.prefix}start", type=ir.TensorType(INT64), shape=ir.Shape([]))
