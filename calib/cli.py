@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_fit(options: argparse.Namespace) -> None:
-    from plugins.vqkv.config import DEFAULT_RATIO, RATIO_SLACK
+    from plugins.config import RATIO_SLACK
+    from plugins.methods import config_class
 
     from .adapter import layer_specs
-    from .codec import choose_config
     from .fit import default_effort, fit_codec
     from .models import load
     from .texts import pick_context, read_texts
@@ -73,8 +73,9 @@ def run_fit(options: argparse.Namespace) -> None:
     texts = read_texts(options.text)
     loaded = load(options.model)
     specs = layer_specs(loaded.model)
-    asked = DEFAULT_RATIO if options.ratio is None else options.ratio
-    config = choose_config(asked, options.set, specs)
+    method = config_class(options.method)
+    asked = method.DEFAULT_RATIO if options.ratio is None else options.ratio
+    config = method.for_layers(asked, specs).override(options.set)
     ratio = config.ratio(len(specs))
     if ratio > asked + RATIO_SLACK:
         print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {asked:g}", file=sys.stderr)

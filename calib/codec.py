@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plugins.config import MethodConfig
 from plugins.errors import UserError
 from plugins.layer import LayerSpec
-from plugins.vqkv.config import VQKVConfig
-from plugins.vqkv.reference import PARTS, Quantiser
+from plugins.methods import config_class, reference
 
 TENSORS, DESCRIPTION = "codec.safetensors", "codec.json"
-FORMAT = 1
+FORMAT = 2
 MODEL_KEYS = {"name", "sha256", "architecture", "num_layers", "num_kv_heads", "head_dim"}
 
 
@@ -29,20 +29,22 @@ MODEL_KEYS = {"name", "sha256", "architecture", "num_layers", "num_kv_heads", "h
 class CodecInfo:
     """What codec.json says: how the codec was made and how well it fits.
 
-    errors: layer -> side ("k", "v") -> {"stages": held-out error after each stage as a fraction of the energy about
-    the mean, in the metric the side was fitted in; "plain": the last one in plain squared error; "train": on the
-    fitted vectors; "dead": codewords no vector chose}.
+    effort: "quick" or "full". fit: how the tables were found, for methods that know several ways.
+    vectors: tokens it was fitted on, per layer. errors: layer -> what fitting it left, as the method's fit describes.
+    choice: why the configuration is as it is, as the method's chooser describes; empty where nothing was chosen.
     """
 
     method: str
-    config: VQKVConfig
+    config: MethodConfig
     model: dict[str, Any]
     texts: list[dict[str, str]]
     effort: str
     seed: int
     context: int
     vectors: int
-    errors: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    fit: str = ""
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    choice: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -52,7 +54,7 @@ class CodecInfo:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CodecInfo:
         """Raises TypeError or KeyError when the keys are not those of a codec.json."""
-        info = cls(**{**data, "config": VQKVConfig.from_json(data["config"])})
+        info = cls(**{**data, "config": config_class(data["method"]).from_json(data["config"])})
         if missing := MODEL_KEYS - set(info.model):
             raise KeyError(f"model.{min(missing)}")
         return info
@@ -60,26 +62,24 @@ class CodecInfo:
 
 @dataclass
 class Codec:
-    """info, and per compressed layer its quantisers {"k": ..., "v": ...}."""
+    """info, and the tables of each compressed layer: the method's `LayerCodec`."""
 
     info: CodecInfo
-    layers: dict[int, dict[str, Quantiser]]
+    layers: dict[int, Any]
 
     @property
-    def config(self) -> VQKVConfig:
+    def config(self) -> MethodConfig:
         return self.info.config
 
     def to(self, device: torch.device | str) -> Codec:
-        moved = {n: {side: q.to(device) for side, q in sides.items()} for n, sides in self.layers.items()}
-        return Codec(self.info, moved)
+        return Codec(self.info, {layer: tables.to(device) for layer, tables in self.layers.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its name in codec.safetensors."""
         return {
-            f"layers.{layer}.{side}.{part}": getattr(quantiser, part).float().cpu().contiguous()
-            for layer, sides in self.layers.items()
-            for side, quantiser in sides.items()
-            for part in PARTS
+            f"layers.{layer}.{name}": tensor.float().cpu().contiguous()
+            for layer, tables in self.layers.items()
+            for name, tensor in tables.tensors().items()
         }
 
     def check_model(self, specs: Sequence[LayerSpec], sha256: str | None = None) -> None:
@@ -96,21 +96,16 @@ class Codec:
                 f"the codec has tables for layers {sorted(self.layers)}, the model needs {expected}; "
                 "fit one with `python -m calib fit`"
             )
+        heads = made_for["num_kv_heads"]
         for spec in specs:
-            if spec.layer in self.layers and self.layers[spec.layer]["k"].mean.shape[0] != spec.num_kv_heads:
+            if spec.layer in self.layers and spec.num_kv_heads != heads:
                 raise UserError(
-                    f"layer {spec.layer}: the codec is for {self.layers[spec.layer]['k'].mean.shape[0]} KV heads, "
-                    f"the model has {spec.num_kv_heads}; fit one with `python -m calib fit`"
+                    f"layer {spec.layer}: the codec is for {heads} KV heads, the model has {spec.num_kv_heads}; "
+                    "fit one with `python -m calib fit`"
                 )
 
 
-def choose_config(ratio: float, settings: Sequence[str], specs: Sequence[LayerSpec]) -> VQKVConfig:
-    """The configuration for `ratio` on a model with these layers, with --set `settings` applied. Raises UserError."""
-    head_dim = next((spec.head_dim for spec in specs if spec.window == 0), specs[0].head_dim)
-    return VQKVConfig.from_ratio(ratio, head_dim).override(settings)
-
-
-def compressed_layers(config: VQKVConfig, specs: Sequence[LayerSpec]) -> list[int]:
+def compressed_layers(config: MethodConfig, specs: Sequence[LayerSpec]) -> list[int]:
     """Layers that get codes: neither sliding-window nor listed in full_layers. Raises UserError for bad ones."""
     known = {spec.layer for spec in specs}
     if bad := sorted(set(config.full_layers) - known):
@@ -118,11 +113,35 @@ def compressed_layers(config: VQKVConfig, specs: Sequence[LayerSpec]) -> list[in
     chosen = [spec for spec in specs if spec.window == 0 and spec.layer not in config.full_layers]
     if not chosen:
         raise UserError("no layer is left to compress; name fewer in --set full_layers")
-    if wrong := next((spec for spec in chosen if spec.head_dim != config.head_dim), None):
-        raise UserError(
-            f"layer {wrong.layer} has head_dim {wrong.head_dim}, the configuration is for {config.head_dim}"
-        )
+    for key, name in (("head_dim", "head_dim"), ("kv_heads", "num_kv_heads")):
+        expected = getattr(config, key, None)
+        wrong = next((spec for spec in chosen if expected not in (None, getattr(spec, name))), None)
+        if wrong:
+            raise UserError(
+                f"layer {wrong.layer} has {name} {getattr(wrong, name)}, the configuration is for {expected}"
+            )
     return [spec.layer for spec in chosen]
+
+
+def observing_layers(config: MethodConfig, specs: Sequence[LayerSpec]) -> dict[int, int]:
+    """Compressed layer -> the full layer before it that chooses which tokens it reads; empty without a selection.
+
+    Sliding-window layers neither observe nor read compressed tokens.
+    """
+    if not config.geometry().selects:
+        return {}
+    compressed, source, found = set(compressed_layers(config, specs)), -1, {}
+    for spec in specs:
+        if spec.layer in compressed:
+            found[spec.layer] = source
+        elif spec.window == 0:
+            source = spec.layer
+    if -1 in found.values():
+        raise UserError(
+            f"layer {min(found)} is compressed and no full layer comes before it to choose what it reads; "
+            "add one to full_layers or read all tokens"
+        )
+    return found
 
 
 def save(codec: Codec, folder: Path) -> None:
@@ -154,42 +173,33 @@ def load(folder: str | Path) -> Codec:
     try:
         data = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         kind = (data["format"], data["method"])
-        info = CodecInfo.from_json(data) if kind == (FORMAT, "vqkv") else None
+        info = CodecInfo.from_json(data) if kind[0] == FORMAT else None
         tensors = load_file(str(folder / TENSORS))
+    except UserError as error:
+        raise UserError(f"{folder}: {error}; {again}") from error
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise UserError(f"{folder} holds no readable codec ({type(error).__name__}: {error}); {again}") from error
     if info is None:
         raise UserError(f"{folder}: format {kind[0]} of method {kind[1]!r} is not readable here; {again}")
-    layers: dict[int, dict[str, Quantiser]] = {}
+    shapes = reference(info.method).LayerCodec.shapes(info.config, info.model["num_kv_heads"])
+    layers: dict[int, Any] = {}
     for layer in sorted({int(name.split(".")[1]) for name in tensors if re.match(r"layers\.\d+\.", name)}):
-        layers[layer] = {side: _quantiser(tensors, layer, side, info, folder) for side in ("k", "v")}
+        found = {name: _checked(tensors, f"layers.{layer}.{name}", shape, folder) for name, shape in shapes.items()}
+        layers[layer] = reference(info.method).LayerCodec.from_tensors(info.config, found)
     codec = Codec(info, layers)
     if extra := set(tensors) - set(codec.tensors()):
         raise UserError(f"{folder / TENSORS} holds {min(extra)}, which is no part of a codec; {again}")
     return codec
 
 
-def _quantiser(tensors: dict[str, Tensor], layer: int, side: str, info: CodecInfo, folder: Path) -> Quantiser:
-    config, heads = info.config, info.model["num_kv_heads"]
-    dim, groups, entries = config.head_dim, getattr(config, f"{side}_groups"), getattr(config, f"{side}_entries")
-    tables = heads if config.tables == "head" else 1
-    shapes = {
-        "books": (tables, config.lookups(side), entries, dim // groups),
-        "encode": (tables, dim, dim),
-        "decode": (tables, dim, dim),
-        "mean": (heads, dim),
-    }
-    parts = []
-    for part in PARTS:
-        name = f"layers.{layer}.{side}.{part}"
-        found, problem = tensors.get(name), ""
-        if found is None:
-            problem = "is missing"
-        elif tuple(found.shape) != shapes[part] or found.dtype != torch.float32:
-            problem = f"is {str(found.dtype)[6:]} {list(found.shape)}, not float32 {list(shapes[part])}"
-        elif not found.isfinite().all():
-            problem = "has values that are not finite"
-        if found is None or problem:
-            raise UserError(f"{folder / TENSORS}: {name} {problem}; fit again with `python -m calib fit`")
-        parts.append(found)
-    return Quantiser(*parts, stages=getattr(config, f"{side}_stages"))
+def _checked(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], folder: Path) -> Tensor:
+    found, problem = tensors.get(name), ""
+    if found is None:
+        problem = "is missing"
+    elif tuple(found.shape) != shape or found.dtype != torch.float32:
+        problem = f"is {str(found.dtype)[6:]} {list(found.shape)}, not float32 {list(shape)}"
+    elif not found.isfinite().all():
+        problem = "has values that are not finite"
+    if found is None or problem:
+        raise UserError(f"{folder / TENSORS}: {name} {problem}; fit again with `python -m calib fit`")
+    return found

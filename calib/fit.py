@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plugins.errors import UserError
+from plugins.methods import reference
 from plugins.vqkv.config import VQKVConfig
-from plugins.vqkv.reference import PARTS, Quantiser, nearest
+from plugins.vqkv.reference import LayerCodec, Quantiser, nearest
 
 from .adapter import layer_specs
 from .codec import Codec, CodecInfo, check_target, compressed_layers, save
@@ -119,14 +120,14 @@ def fit_codec(
             for chunk in passes:
                 records = record(model, windows, chunk, rows, plan.queries, config, seed, recorded)
                 for layer in chunk:
-                    sides, errors = fit_layer(records.pop(layer), config, plan, len(windows), (seed, layer))
+                    tables, errors = fit_layer(records.pop(layer), config, plan, len(windows), (seed, layer))
                     for side, error in errors.items():
                         if not error["stages"][-1] < 1:
                             raise UserError(
                                 f"layer {layer}: the {side} codes lose {error['stages'][-1]:.2f} of the energy on "
                                 f"held-out text; keep it whole with --set full_layers={layer} or give more --text"
                             )
-                    finished[layer] = partial.add(layer, sides, errors)
+                    finished[layer] = partial.add(layer, tables, errors)
                     fitted()
     finally:
         model.to(home)
@@ -172,8 +173,11 @@ def held_out(windows: int) -> list[bool]:
 
 def fit_layer(
     seen: LayerRecord, config: VQKVConfig, plan: Effort, windows: int, salt: tuple[int, int]
-) -> tuple[dict[str, Quantiser], dict[str, dict[str, Any]]]:
-    """Both quantisers of a layer, on the CPU, with their errors (see `CodecInfo`)."""
+) -> tuple[LayerCodec, dict[str, dict[str, Any]]]:
+    """Both quantisers of a layer, on the CPU, with their errors: side ("k", "v") -> {"stages": held-out error after
+    each stage as a fraction of the energy about the mean, in the metric the side was fitted in; "plain": the last one
+    in plain squared error; "train": on the fitted vectors; "dead": codewords no vector chose}.
+    """
     held = torch.tensor(held_out(windows)).repeat_interleave(seen.keys.shape[1] // windows).to(seen.keys.device)
     weighing = {
         "k": (seen.query_metric, None) if config.query_weighting else (None, None),
@@ -184,7 +188,7 @@ def fit_layer(
         generator = torch.Generator().manual_seed((salt[0] * 1_000_003 + salt[1]) * 2 + number)
         quantiser, errors[side] = fit_side(x[:, ~held], x[:, held], *weighing[side], config, side, plan, generator)
         sides[side] = quantiser.to("cpu")
-    return sides, errors
+    return LayerCodec(config, sides["k"], sides["v"]), errors
 
 
 def fit_side(
@@ -404,9 +408,9 @@ class Partial:
     """The folder of an unfinished fit: one file per finished layer, and what they were fitted with."""
 
     def __init__(self, folder: Path, info: CodecInfo) -> None:
-        self.folder, self.stamp = folder, json.dumps(info.to_json(), sort_keys=True)
+        self.folder, self.info, self.stamp = folder, info, json.dumps(info.to_json(), sort_keys=True)
 
-    def open(self) -> dict[int, tuple[dict[str, Quantiser], dict[str, Any]]]:
+    def open(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         """Layers already fitted with the same arguments; whatever else is in the folder is dropped."""
         stamp = self.folder / "fit.json"
         if not stamp.is_file() or stamp.read_text(encoding="utf-8") != self.stamp:
@@ -417,22 +421,18 @@ class Partial:
         for path in sorted(self.folder.glob("layer-*.safetensors")):
             with safe_open(str(path), framework="pt") as file:
                 meta = json.loads(file.metadata()["layer"])
-                sides = {
-                    side: Quantiser(*(file.get_tensor(f"{side}.{part}") for part in PARTS), stages=tuple(stages))
-                    for side, stages in meta["stages"].items()
-                }
-            found[meta["number"]] = (sides, meta["errors"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            tables = reference(self.info.method).LayerCodec.from_tensors(self.info.config, tensors)
+            found[meta["number"]] = (tables, meta["errors"])
         return found
 
-    def add(
-        self, layer: int, sides: dict[str, Quantiser], errors: dict[str, Any]
-    ) -> tuple[dict[str, Quantiser], dict[str, Any]]:
-        meta = {"number": layer, "stages": {s: q.stages for s, q in sides.items()}, "errors": errors}
+    def add(self, layer: int, tables: Any, errors: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         path = self.folder / f"layer-{layer:03d}.safetensors"
-        tensors = {f"{s}.{part}": getattr(q, part).contiguous() for s, q in sides.items() for part in PARTS}
-        save_file(tensors, str(path.with_suffix(".writing")), metadata={"layer": json.dumps(meta)})
+        tensors = {name: tensor.contiguous() for name, tensor in tables.tensors().items()}
+        meta = {"layer": json.dumps({"number": layer, "errors": errors})}
+        save_file(tensors, str(path.with_suffix(".writing")), metadata=meta)
         path.with_suffix(".writing").rename(path)
-        return sides, errors
+        return tables, errors
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

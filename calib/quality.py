@@ -80,14 +80,11 @@ def decode(model: PreTrainedModel, start: Prefill, codec: Codec) -> Tensor:
         if call.window not in masks:
             masks[call.window] = causal_mask(decoded, total, call.window, k.device)
         q, mask = rotate(call.q, call.cos, call.sin), masks[call.window]
-        sides = codec.layers.get(call.layer)
-        if sides is None:
+        tables = codec.layers.get(call.layer)
+        if tables is None:
             return _mixed(call, q, rotate(k, *turn), v, None, None, mask, coded)
-        if codec.config.key_space == "pre_rope":
-            k_coded = rotate(sides["k"].rebuild(k), *turn)
-        else:
-            k_coded = sides["k"].rebuild(rotate(k, *turn))
-        return _mixed(call, q, rotate(k, *turn), v, k_coded, sides["v"].rebuild(v), mask, coded)
+        k_coded, v_coded = tables.approximate(k, v, lambda x: rotate(x, *turn))
+        return _mixed(call, q, rotate(k, *turn), v, k_coded, v_coded, mask, coded)
 
     position = torch.arange(first, total, device=start.ids.device)[None]
     with intercept(model, on_attention):

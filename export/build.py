@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from calib.codec import Codec
     from calib.models import LoadedModel
     from plugins.layer import LayerSpec
-    from plugins.vqkv.config import VQKVConfig
 
     from .passes import Assembly
 
@@ -31,7 +30,6 @@ METHODS = ("none", "vqkv")
 BACKENDS = ("onnxruntime",)
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-BYTE_ENTRIES = 256
 TOOLS = ("onnxruntime", "onnx", "torch", "transformers")  # whose versions an engine records
 QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
 
@@ -167,17 +165,18 @@ def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
     from calib.fit import default_effort, fit_codec
     from calib.gguf import cache_folder
     from calib.texts import pick_context, read_texts
-    from plugins.vqkv.config import DEFAULT_RATIO
+    from plugins.methods import config_class
 
     specs = layer_specs(loaded.model)
     if options.codec is not None:
         codec = codecs.load(options.codec)
         codec.check_model(specs, loaded.sha256)
-        _refuse_unexportable(codec.config)
+        codec.config.check_exportable()
         return codec
-    ratio = DEFAULT_RATIO if options.ratio is None else options.ratio
-    config = codecs.choose_config(ratio, options.settings, specs)
-    _refuse_unexportable(config)
+    method = config_class(options.method)
+    ratio = method.DEFAULT_RATIO if options.ratio is None else options.ratio
+    config = method.for_layers(ratio, specs).override(options.settings)
+    config.check_exportable()
     texts = read_texts(options.texts)
     context = pick_context(options.context, loaded.model.config)
     effort = options.effort or default_effort()
@@ -198,15 +197,6 @@ def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
             model_sha256=loaded.sha256,
         )
     return codecs.load(out)
-
-
-def _refuse_unexportable(config: VQKVConfig) -> None:
-    for side, entries in (("k", config.k_entries), ("v", config.v_entries)):
-        if entries > BYTE_ENTRIES:
-            raise UserError(
-                f"{side}_entries={entries} does not fit the engine's byte codes: use at most {BYTE_ENTRIES} "
-                f"(--set {side}_entries={BYTE_ENTRIES}), larger codebooks can only be fitted and measured"
-            )
 
 
 def _quality(
@@ -242,7 +232,7 @@ def _write_graph(
 
     from calib.adapter import rope_tables
     from plugins.dense import onnx_body as dense
-    from plugins.vqkv import onnx_body as vqkv
+    from plugins.methods import onnx_body
 
     from .passes import Assembly, assemble
     from .trace import trace
@@ -250,16 +240,15 @@ def _write_graph(
     state = ir.DataType.from_numpy(np.dtype(DTYPES[options.kv_dtype]))
     ropes = [(cos.numpy(), sin.numpy()) for cos, sin in rope_tables(loaded.model, limit)]
     plans, tables = [], []
+    body = onnx_body(codec.info.method) if codec else None
     for spec in specs:
-        sides = codec.layers.get(spec.layer) if codec else None
-        if sides is None:
+        layer = codec.layers.get(spec.layer) if codec else None
+        if layer is None or body is None:
             plans.append(dense.plan(spec, state))
             tables.append({})
         else:
-            plans.append(vqkv.plan(spec, codec.config, state))
-            tables.append(
-                {f"{side}_{part}": getattr(q, part).numpy() for side, q in sides.items() for part in vqkv.TABLES}
-            )
+            plans.append(body.plan(spec, codec.config, state))
+            tables.append(body.tables(layer))
     model = loaded.model.to(getattr(torch, DTYPES[options.dtype]))
     assembly = Assembly(trace(model), specs, plans, tables, ropes)
     assemble(assembly)
@@ -280,7 +269,7 @@ def _config(
     method: dict[str, Any] = {"name": "none", "config": {}, "ratio": 1.0}
     if codec is not None:
         method = {
-            "name": "vqkv",
+            "name": codec.info.method,
             "config": codec.config.to_json(),
             "ratio": codec.config.ratio(len(specs)),
             "layers": sorted(codec.layers),

@@ -17,7 +17,9 @@ from torch import Tensor
 from calib import codec as codecs
 from calib import models
 from calib.adapter import frozen_rope
+from calib.codec import Codec
 from calib.reference import ReferenceModel
+from plugins import methods
 from plugins.errors import UserError
 
 
@@ -25,8 +27,9 @@ from plugins.errors import UserError
 def answer(request: dict[str, Any]) -> dict[str, Tensor]:
     """Logits of the eager model at the prompts' picks, and of the reference caches at every decode step.
 
-    request: model, sha256, codec (folder or null), engine (safetensors with the engine's codes), sequences (token
-    lists), prompts (lengths), picks (positions per sequence), max_length, state_dtype.
+    request: model, sha256, codec (folder or null), engine (safetensors with the rows the engine stored), sequences
+    (token lists), prompts (lengths), picks (positions per sequence), max_length, state_dtype, tie. "codes", int64
+    [n, 3], holds what `LayerCache.compare` counted, per sequence and layer.
     """
     loaded = models.load(request["model"], progress=False)
     if loaded.sha256 != request["sha256"]:
@@ -34,6 +37,7 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
     codec = codecs.load(request["codec"]) if request["codec"] else None
     found = load_file(request["engine"])
     results: dict[str, Tensor] = {}
+    counts: list[tuple[int, int, int]] = []
     for number, (tokens, prompt) in enumerate(zip(request["sequences"], request["prompts"], strict=True)):
         if frozen_rope(loaded.model):  # the model itself would use the angles of this prompt's length
             eager = ReferenceModel(loaded.model, None, request["max_length"]).step(tokens[:prompt])
@@ -41,20 +45,22 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
             eager = loaded.model(input_ids=torch.tensor([tokens[:prompt]]), use_cache=False).logits[0].float()
         results[f"{number}.prefill"] = eager[request["picks"][number]].clone()
         del eager
-        codes = {
-            layer: tuple(found[f"{number}.{layer}.{side}"].long() for side in "kv")
-            for layer in (codec.layers if codec else ())
-        }
+        given = {layer: stored(codec, found, f"{number}.{layer}.") for layer in (codec.layers if codec else ())}
         reference = ReferenceModel(
-            loaded.model, codec, request["max_length"], getattr(torch, request["state_dtype"]), codes
+            loaded.model, codec, request["max_length"], getattr(torch, request["state_dtype"]), given
         )
         reference.step(tokens[:prompt])
         results[f"{number}.decode"] = torch.cat([reference.step([token]) for token in tokens[prompt:]])
-        for layer in codes:
-            for side, own, gaps in zip("kv", reference.caches[layer].codes, reference.caches[layer].gaps, strict=True):
-                results[f"{number}.{layer}.{side}"] = own.short()
-                results[f"{number}.{layer}.{side}.gap"] = gaps
+        counts += [reference.caches[layer].compare(rows, request["tie"]) for layer, rows in given.items()]
+    if counts:
+        results["codes"] = torch.tensor(counts)
     return {name: tensor.contiguous() for name, tensor in results.items()}
+
+
+def stored(codec: Codec, found: dict[str, Tensor], prefix: str) -> Any:
+    """The stored rows of one sequence and layer, as its LayerCache takes them."""
+    state = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    return methods.reference(codec.info.method).stored_rows(codec.config, state)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,27 @@ class Geometry:
 
     sinks: first tokens, exact for ever. window: most recent tokens guaranteed exact, the current one included.
     block: rows encoded together; the exact tail holds between `window` and `window + block - 1` stored tokens.
+    stride: every stride-th code row, the first one included, is a reference token too; 0: there are none.
+    select_fraction, select_count: code rows that a decode step reads, as a part of those there are or as a number;
+    0 and 0: all of them.
     """
 
     sinks: int = 4
     window: int = 128
     block: int = 32
+    stride: int = 0
+    select_fraction: float = 0.0
+    select_count: int = 0
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.window < 1 or self.block < 1:
             raise ValueError(
                 f"sinks={self.sinks}, window={self.window}, block={self.block}: sinks must be >= 0, the others >= 1"
+            )
+        if self.stride < 0 or not 0 <= self.select_fraction < 1 or self.select_count < 0:
+            raise ValueError(
+                f"stride={self.stride}, select_fraction={self.select_fraction}, select_count={self.select_count}: "
+                "none may be negative and the fraction must be below 1"
             )
 
     @property
@@ -43,6 +54,25 @@ class Geometry:
         beyond = np.maximum(np.asarray(stored) - self.sinks - self.window, 0)
         rows = beyond // self.block * self.block
         return rows if isinstance(stored, np.ndarray) else int(rows)
+
+    def references(self, stored: int | np.ndarray) -> int | np.ndarray:
+        """Number of reference rows once `stored` tokens are in the cache; row r is code row r * stride."""
+        return -(-self.encoded(stored) // self.stride) if self.stride else 0 * self.encoded(stored)
+
+    @property
+    def selects(self) -> bool:
+        """Whether a decode step reads only some of the code rows."""
+        return self.select_fraction > 0 or self.select_count > 0
+
+    def selected(self, stored: np.ndarray) -> np.ndarray:
+        """Code rows that a decode step over `stored` tokens [B] reads, int32 [B]."""
+        rows = self.encoded(stored)
+        if self.select_count:
+            return np.minimum(rows, self.select_count).astype(np.int32)
+        if self.select_fraction:
+            # float32 products would round differently on another host
+            return np.ceil(np.float64(self.select_fraction) * rows - 1e-9).astype(np.int32)
+        return rows.astype(np.int32)
 
     def slot(self, position: np.ndarray) -> np.ndarray:
         """Row of the exact state that holds `position`."""
@@ -66,5 +96,5 @@ class Geometry:
             np.where(real, row, trash).astype(np.int32),
         )
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | float]:
         return asdict(self)

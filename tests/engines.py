@@ -15,7 +15,7 @@ from calib.codec import Codec, CodecInfo, compressed_layers
 from export.build import BuildOptions, write_engine
 from plugins.layer import LayerSpec
 from plugins.vqkv.config import VQKVConfig
-from plugins.vqkv.reference import Quantiser
+from plugins.vqkv.reference import LayerCodec, Quantiser
 
 
 def random_codec(model: PreTrainedModel, config: VQKVConfig, sha256: str = "", seed: int = 0) -> Codec:
@@ -35,10 +35,11 @@ def random_codec(model: PreTrainedModel, config: VQKVConfig, sha256: str = "", s
         )
 
     layers = {
-        layer: {
-            "k": side(specs[layer], config.k_groups, config.k_stages, config.k_entries),
-            "v": side(specs[layer], config.v_groups, config.v_stages, config.v_entries),
-        }
+        layer: LayerCodec(
+            config,
+            side(specs[layer], config.k_groups, config.k_stages, config.k_entries),
+            side(specs[layer], config.v_groups, config.v_stages, config.v_entries),
+        )
         for layer in compressed_layers(config, list(specs.values()))
     }
     first = specs[min(layers)]

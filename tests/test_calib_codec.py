@@ -11,7 +11,7 @@ from calib.adapter import layer_specs
 from calib.codec import Codec, CodecInfo
 from plugins.errors import UserError
 from plugins.vqkv import VQKVConfig
-from plugins.vqkv.reference import Quantiser
+from plugins.vqkv.reference import LayerCodec, Quantiser
 
 CONFIG = VQKVConfig(
     head_dim=32, k_groups=8, v_groups=8, k_stages=(8, 4), v_stages=(8,), k_entries=16, v_entries=16, full_layers=(2,)
@@ -30,7 +30,7 @@ def make(layers=(0, 1, 3), model=MODEL, config=CONFIG) -> Codec:
         return Quantiser(random(2, sum(stages), 16, 4), random(2, 32, 32), random(2, 32, 32), random(2, 32), stages)
 
     info = CodecInfo("vqkv", config, model, [{"name": "t", "sha256": "cd"}], "quick", 3, 256, 1000)
-    return Codec(info, {layer: {"k": side((8, 4)), "v": side((8,))} for layer in layers})
+    return Codec(info, {layer: LayerCodec(config, side((8, 4)), side((8,))) for layer in layers})
 
 
 def test_a_codec_folder_reads_back_as_it_was(tmp_path):
@@ -40,7 +40,7 @@ def test_a_codec_folder_reads_back_as_it_was(tmp_path):
     assert back.info == codec.info
     for name, tensor in codec.tensors().items():
         assert torch.equal(back.tensors()[name], tensor)
-    assert back.layers[0]["k"].stages == (8, 4)
+    assert back.layers[0].k.stages == (8, 4)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["codec", "codec.json", "codec.safetensors"]
 
 

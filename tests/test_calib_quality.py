@@ -10,7 +10,7 @@ from calib.quality import Prefill, Score, bootstrap, compressed_mask, decode, me
 from calib.reference import ReferenceModel
 from plugins.geometry import Geometry
 from plugins.vqkv import VQKVConfig
-from plugins.vqkv.reference import Quantiser
+from plugins.vqkv.reference import LayerCodec, Quantiser
 
 CONFIG = VQKVConfig(
     head_dim=32, k_groups=8, v_groups=8, k_stages=(8, 4), v_stages=(8,), k_entries=16, v_entries=16,
@@ -31,7 +31,7 @@ def random_codec(layers, **changes) -> Codec:
         books = torch.randn(2, lookups, 16, 4, generator=generator)
         return Quantiser(books, turn, turn.mT.contiguous(), torch.randn(2, 32, generator=generator), stages)
 
-    made = {layer: {"k": side(12, (8, 4)), "v": side(8, (8,))} for layer in layers}
+    made = {layer: LayerCodec(config, side(12, (8, 4)), side(8, (8,))) for layer in layers}
     return Codec(CodecInfo("vqkv", config, {}, [], "quick", 0, 64, 0), made)
 
 

@@ -18,7 +18,7 @@ from plugins.layer import LayerSpec
 from plugins.vqkv import onnx_body as vqkv
 from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.reference import LayerCache as VQKVCache
-from plugins.vqkv.reference import Quantiser
+from plugins.vqkv.reference import LayerCodec, Quantiser
 
 HEADS, DIM, LIMIT, CAPACITY = 2, 16, 256, 64
 FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -151,14 +151,11 @@ def vqkv_setup(
     config: VQKVConfig, spec: LayerSpec, batch: int, state: ir.DataType = FLOAT
 ) -> tuple[Op, list[VQKVCache]]:
     generator = torch.Generator().manual_seed(0)
-    sides = {side: random_side(config, side, generator) for side in "kv"}
+    codec = LayerCodec(config, *(random_side(config, side, generator) for side in "kv"))
     tables = rope_tables(spec.rotary_dim)
-    feeds = {f"{s}_{part}": getattr(q, part).numpy() for s, q in sides.items() for part in vqkv.TABLES}
-    feeds |= dict(zip(("cos", "sin"), (t.numpy() for t in tables), strict=True))
+    feeds = vqkv.tables(codec) | dict(zip(("cos", "sin"), (t.numpy() for t in tables), strict=True))
     op = Op(vqkv.plan(spec, config, state), batch, feeds, config.geometry().encoded(CAPACITY) + 1)
-    pre = config.key_space == "pre_rope"
-    caches = [VQKVCache(spec, twice(tables), config.geometry(), sides["k"], sides["v"], pre) for _ in range(batch)]
-    return op, caches
+    return op, [VQKVCache(spec, twice(tables), codec) for _ in range(batch)]
 
 
 SMALL = {"head_dim": DIM, "k_groups": 4, "v_groups": 4, "k_entries": 16, "v_entries": 16,

@@ -19,7 +19,8 @@ from calib.quality import measure
 from calib.reference import ReferenceModel
 from calib.texts import default_text, read_texts, token_windows
 from export.build import BuildOptions, build
-from export.verify import log_softmax, stored_codes
+from export.oracle import stored
+from export.verify import TIE, log_softmax, stored_rows
 from runtime import Engine
 
 pytestmark = pytest.mark.slow
@@ -75,25 +76,17 @@ def test_the_vqkv_engine_equals_the_reference_over_300_steps(vqkv: Path, loaded,
     with Engine.open(vqkv) as engine, engine.session(batch=3) as session:
         first = session.prefill([row[:n] for row, n in zip(rows, prompts, strict=True)])[:, 0]
         rest = [session.decode([row[n + s] for row, n in zip(rows, prompts, strict=True)]) for s in range(steps)]
-        got, codes = np.stack([first, *rest], axis=1), stored_codes(session)
+        got = np.stack([first, *rest], axis=1)
+        kept = {name: torch.from_numpy(array) for name, array in stored_rows(session).items()}
     codec = codecs.load(vqkv)
     worst = wrong = flips = total = 0
     for b, n in enumerate(prompts):
-        given = {
-            layer: tuple(torch.from_numpy(codes[f"{b}.{layer}.{side}"]).long() for side in "kv")
-            for layer in codec.layers
-        }
-        reference = ReferenceModel(loaded.model, codec, n + steps, codes=given)
+        given = {layer: stored(codec, kept, f"{b}.{layer}.") for layer in codec.layers}
+        reference = ReferenceModel(loaded.model, codec, n + steps, given=given)
         expected = [reference.step(rows[b][:n])[-1], *(reference.step([t])[0] for t in rows[b][n:])]
         worst = max(worst, float(np.abs(torch.stack(expected).numpy() - got[b]).max()))
-        for layer, sides in given.items():
-            cache = reference.caches[layer]
-            for own, gap, found in zip(cache.codes, cache.gaps, sides, strict=True):
-                differs = own != found
-                tied = (differs & (gap < 1e-4)).cumsum(-1) > 0
-                wrong += int((differs & ~tied).sum())
-                flips += int((differs & (gap < 1e-4)).sum())
-                total += own.numel()
+        counts = np.array([reference.caches[layer].compare(theirs, TIE) for layer, theirs in given.items()]).sum(0)
+        total, wrong, flips = total + counts[0], wrong + counts[1], flips + counts[2]
     print(
         f"largest difference of logits {worst:.2e}; {flips} flipped ties and {wrong} other differences in {total} codes"
     )
@@ -118,7 +111,7 @@ def test_codes_equal_the_reference_on_the_very_rows_that_were_encoded(vqkv: Path
                         rows[b, layer, side] = session.state(f"layer{layer}.ring_{side}")[b][:, slots].copy()
             session.decode([ids[2000 * b + n + step] for b, n in enumerate(prompts)])
             for (b, layer, side), x in rows.items():
-                own, gap = codec.layers[layer][side].codes_and_gaps(torch.from_numpy(x))
+                own, gap = getattr(codec.layers[layer], side).codes_and_gaps(torch.from_numpy(x))
                 found = session.state(f"layer{layer}.codes_{side}")[b][:, leaving[b]].astype(np.int64) + 128
                 differs, tied = own.numpy() != found, gap.numpy() < 1e-4
                 wrong += int((differs & ~(np.cumsum(differs & tied, axis=-1) > 0)).sum())
@@ -176,7 +169,7 @@ def test_quality_stays_within_the_bars(home: Path, loaded) -> None:
         fit_codec(
             loaded.model,
             loaded.tokenizer,
-            codecs.choose_config(ratio, [], layer_specs(loaded.model)),
+            VQKVConfig.for_layers(ratio, layer_specs(loaded.model)),
             fitted_on,
             "full",
             0,

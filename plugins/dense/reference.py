@@ -43,3 +43,15 @@ class LayerCache:
         self.key = torch.cat((self.key, key.to(self.state_dtype).float()), dim=2)
         self.value = torch.cat((self.value, v.to(self.state_dtype).float()), dim=2)
         return out
+
+    def attention_received(self, q: Tensor, k: Tensor) -> Tensor:
+        """Attention of one new token to each stored one, the largest of all heads: float32 [past].
+
+        q [1, Hq, 1, D], k [1, H, 1, D] before RoPE, not yet stored.
+        """
+        past, group = self.key.shape[2], self.spec.group
+        keys = torch.cat((self.key, turn(k, self.rope, past)), dim=2).repeat_interleave(group, dim=1)
+        score = turn(q, self.rope, past) @ keys.transpose(-1, -2) * self.spec.scale
+        if self.spec.softcap:
+            score = self.spec.softcap * torch.tanh(score / self.spec.softcap)
+        return torch.softmax(score, dim=-1)[0, :, 0, :past].amax(0)

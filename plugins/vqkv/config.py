@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import log2
-from typing import Any
+from typing import Any, ClassVar
 
+from plugins.config import RATIO_SLACK, MethodConfig
 from plugins.errors import UserError
 from plugins.geometry import Geometry
+from plugins.layer import LayerSpec
 
-DEFAULT_RATIO = 0.172
-RATIO_SLACK = 0.005  # a configuration serves `ratio` when its own ratio is at most this much above it
+BYTE_ENTRIES = 256  # the largest codebook whose codes fit the engine's bytes
 
 
 @dataclass(frozen=True)
-class VQKVConfig:
+class VQKVConfig(MethodConfig):
     """Vector-quantised KV cache (VQKV, arXiv:2603.16435, with the groups of product quantisation added).
 
     One vector is the key or value [head_dim] of one KV head of one token. It is centred, multiplied by a matrix
@@ -42,6 +42,9 @@ class VQKVConfig:
     Raises UserError when a field is out of range.
     """
 
+    METHOD: ClassVar[str] = "vqkv"
+    DEFAULT_RATIO: ClassVar[float] = 0.172
+
     head_dim: int
     k_groups: int
     v_groups: int
@@ -62,14 +65,7 @@ class VQKVConfig:
     block: int = 32
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _TUPLES:
-                good = isinstance(value, tuple) and all(type(item) is int for item in value)
-            else:
-                good = type(value).__name__ == field.type
-            if not good:
-                raise UserError(f"{field.name}={value!r} is not of type {field.type}")
+        super().__post_init__()
         if self.head_dim < 1:
             raise UserError(f"head_dim={self.head_dim} must be positive")
         for side in ("k", "v"):
@@ -78,12 +74,6 @@ class VQKVConfig:
             raise UserError(f"key_space={self.key_space} must be pre_rope or post_rope")
         if self.tables not in ("head", "layer"):
             raise UserError(f"tables={self.tables} must be head or layer")
-        if min(self.full_layers, default=0) < 0 or len(set(self.full_layers)) != len(self.full_layers):
-            raise UserError(f"full_layers={self.full_layers} must be distinct layer numbers, 0 or more")
-        try:
-            self.geometry()
-        except ValueError as error:
-            raise UserError(str(error)) from error
 
     def _check_side(self, side: str) -> None:
         groups, stages, entries = (getattr(self, f"{side}_{n}") for n in ("groups", "stages", "entries"))
@@ -108,25 +98,27 @@ class VQKVConfig:
         """Index bits of one KV head and token, K and V together (fp16 takes 32 * head_dim)."""
         return self.lookups("k") * log2(self.k_entries) + self.lookups("v") * log2(self.v_entries)
 
-    def ratio(self, num_layers: int | None = None) -> float:
-        """Fraction of the fp16 cache that remains, index bits only (the paper counts this way).
-
-        With `full_layers` the mean over the model's `num_layers` layers, which then must be given.
-        """
-        compressed = self.bits() / (32 * self.head_dim)
-        if not self.full_layers:
-            return compressed
-        if num_layers is None:
-            raise ValueError("ratio() of a configuration with full_layers needs num_layers")
-        if max(self.full_layers) >= num_layers:
-            raise UserError(f"full_layers={self.full_layers} names layers of a model that has {num_layers}")
-        full = len(self.full_layers)
-        return (full + (num_layers - full) * compressed) / num_layers
+    def layer_ratio(self) -> float:
+        """Index bits only (the paper counts this way)."""
+        return self.bits() / (32 * self.head_dim)
 
     def geometry(self) -> Geometry:
         return Geometry(sinks=self.sinks, window=self.window, block=self.block)
 
+    def check_exportable(self) -> None:
+        for side, entries in (("k", self.k_entries), ("v", self.v_entries)):
+            if entries > BYTE_ENTRIES:
+                raise UserError(
+                    f"{side}_entries={entries} does not fit the engine's byte codes: use at most {BYTE_ENTRIES} "
+                    f"(--set {side}_entries={BYTE_ENTRIES}), larger codebooks can only be fitted and measured"
+                )
+
     # -- making one
+
+    @classmethod
+    def for_layers(cls, ratio: float, specs: Sequence[LayerSpec]) -> VQKVConfig:
+        """`from_ratio` for a model with these layers."""
+        return cls.from_ratio(ratio, next((s.head_dim for s in specs if s.window == 0), specs[0].head_dim))
 
     @classmethod
     def from_ratio(cls, ratio: float, head_dim: int, **overrides: Any) -> VQKVConfig:
@@ -169,25 +161,15 @@ class VQKVConfig:
             block=1024,
         )
 
-    def override(self, settings: Iterable[str]) -> VQKVConfig:
-        """This configuration with "key=value" settings applied, values written as in `describe`.
-
-        Raises UserError for an unknown key or a value that cannot be read.
-        """
-        keys = [field.name for field in fields(self) if field.name != "head_dim"]
-        changes: dict[str, Any] = {}
-        for setting in settings:
-            key, equals, text = (part.strip() for part in setting.partition("="))
-            if not equals or key not in keys:
-                raise UserError(f"--set {setting}: expected key=value with one of the keys {', '.join(keys)}")
-            changes[key] = _parse(key, text)
-        return replace(self, **changes)
-
     # -- reading and writing
 
-    def describe(self) -> dict[str, str]:
-        """Every field as the text that `override` reads."""
-        return {field.name: _format(field.name, getattr(self, field.name)) for field in fields(self)}
+    @classmethod
+    def read_field(cls, key: str, text: str) -> Any:
+        return stages_from_text(text) if key in _STAGES else super().read_field(key, text)
+
+    @classmethod
+    def write_field(cls, key: str, value: Any) -> str:
+        return stages_to_text(value) if key in _STAGES else super().write_field(key, value)
 
     def summary(self) -> str:
         """One line: "K 16+12 of 16x4-d, V 16 of 16x4-d, 256 entries, pre_rope"."""
@@ -199,28 +181,9 @@ class VQKVConfig:
         entries = "/".join(map(str, dict.fromkeys((self.k_entries, self.v_entries))))
         return f"{', '.join(sides)}, {entries} entries, {self.key_space}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {key: list(item) if isinstance(item, tuple) else item for key, item in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any] | str) -> VQKVConfig:
-        """Inverse of `to_json` (a dict, or its text). Raises UserError on unknown or missing keys."""
-        if isinstance(data, str):
-            data = json.loads(data)
-        known = {field.name for field in fields(cls)}
-        required = {field.name for field in fields(cls) if field.name in _REQUIRED}
-        if unknown := sorted(set(data) - known):
-            raise UserError(f"unknown vqkv configuration keys: {', '.join(unknown)}")
-        if missing := sorted(required - set(data)):
-            raise UserError(f"missing vqkv configuration keys: {', '.join(missing)}")
-        return cls(**{key: tuple(item) if isinstance(item, list) else item for key, item in data.items()})
-
 
 _CLIMB = "vkkvkvkvkkkk"  # which side gets the next quarter of a stage
-_REQUIRED = ("head_dim", "k_groups", "v_groups", "k_stages", "v_stages")
-_TUPLES = ("k_stages", "v_stages", "full_layers")
-_TYPES = {field.name: str(field.type) for field in fields(VQKVConfig)}
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_STAGES = ("k_stages", "v_stages")
 
 
 def _points(head_dim: int) -> list[VQKVConfig]:
@@ -263,24 +226,4 @@ def stages_from_text(text: str) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def _format(key: str, value: Any) -> str:
-    if key == "full_layers":
-        return ",".join(map(str, value))
-    if key in _TUPLES:
-        return stages_to_text(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _parse(key: str, text: str) -> Any:
-    try:
-        if key == "full_layers":
-            return tuple(int(item) for item in text.split(",") if item.strip())
-        if key in _TUPLES:
-            return stages_from_text(text)
-        if _TYPES[key] == "bool":
-            return _WORDS[text.lower()]
-        return int(text) if _TYPES[key] == "int" else text
-    except (ValueError, KeyError):
-        example = {"full_layers": "0,1", "k_stages": "16+12", "v_stages": "16"}.get(key)
-        example = example or {"bool": "true", "int": "32"}[_TYPES[key]]
-        raise UserError(f"--set {key}={text}: cannot be read; write it like {key}={example}") from None
+Config = VQKVConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +12,9 @@ from .. import graph
 from ..graph import FLOAT, INT32, INT64, Body, NodePlan, Rows
 from ..layer import LayerSpec
 from .config import VQKVConfig
+
+if TYPE_CHECKING:
+    from .reference import LayerCodec
 
 OP = "VQKVAttention"
 TABLES = ("books", "encode", "decode", "mean")
@@ -116,6 +120,11 @@ class Quantiser:
         return b.slice(codes, [0], count, 2)
 
 
+def tables(codec: LayerCodec) -> dict[str, np.ndarray]:
+    """The op's table inputs by name."""
+    return {name.replace(".", "_"): tensor.numpy() for name, tensor in codec.tensors().items()}
+
+
 def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType) -> NodePlan:
     """The node of one compressed layer."""
     geometry = config.geometry()
@@ -131,7 +140,9 @@ def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType) -> NodePlan:
         states={"ring_k": ring, "ring_v": ring, "codes_k": codes[0], "codes_v": codes[1]},
         attributes={
             **spec.attributes(),
-            **geometry.to_json(),
+            "sinks": config.sinks,
+            "window": config.window,
+            "block": config.block,
             "key_space": config.key_space,
             "k_stages": config.k_stages,
             "v_stages": config.v_stages,

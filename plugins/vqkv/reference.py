@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from ..attention import attend, causal_mask
 from ..dense.reference import Rope, turn
-from ..geometry import Geometry
 from ..layer import LayerSpec
+from .config import VQKVConfig
 
 PARTS = ("books", "encode", "decode", "mean")
 CHUNK = 1 << 26  # distances formed at once when encoding
@@ -110,31 +111,71 @@ def nearest(y: Tensor, books: Tensor) -> Tensor:
     return code
 
 
+@dataclass
+class LayerCodec:
+    """One layer's tables: a quantiser for keys and one for values."""
+
+    config: VQKVConfig
+    k: Quantiser
+    v: Quantiser
+
+    @staticmethod
+    def shapes(config: VQKVConfig, num_kv_heads: int) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of a layer, all float32, in the order the op takes them."""
+        tables, dim = num_kv_heads if config.tables == "head" else 1, config.head_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        for side, groups, entries in (
+            ("k", config.k_groups, config.k_entries),
+            ("v", config.v_groups, config.v_entries),
+        ):
+            shapes |= {
+                f"{side}.books": (tables, config.lookups(side), entries, dim // groups),
+                f"{side}.encode": (tables, dim, dim),
+                f"{side}.decode": (tables, dim, dim),
+                f"{side}.mean": (num_kv_heads, dim),
+            }
+        return shapes
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{side}.{part}": getattr(getattr(self, side), part) for side in ("k", "v") for part in PARTS}
+
+    @classmethod
+    def from_tensors(cls, config: VQKVConfig, tensors: dict[str, Tensor]) -> LayerCodec:
+        sides = [
+            Quantiser(*(tensors[f"{side}.{part}"] for part in PARTS), stages=stages)
+            for side, stages in (("k", config.k_stages), ("v", config.v_stages))
+        ]
+        return cls(config, *sides)
+
+    def to(self, device: torch.device | str) -> LayerCodec:
+        return LayerCodec(self.config, self.k.to(device), self.v.to(device))
+
+    def approximate(self, k: Tensor, v: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE and values [B, Hkv, N, D] as the cache gives them back, keys rotated by `rotate`."""
+        if self.config.key_space == "pre_rope":
+            return rotate(self.k.rebuild(k)), self.v.rebuild(v)
+        return self.k.rebuild(rotate(k)), self.v.rebuild(v)
+
+
 class LayerCache:
     """One layer of one sequence: the whole history is kept, and the encoded rows are replaced when they are read."""
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        rope: Rope,
-        geometry: Geometry,
-        key: Quantiser,
-        value: Quantiser,
-        pre_rope: bool,
-        state_dtype: torch.dtype = torch.float32,
+        self, spec: LayerSpec, rope: Rope, codec: LayerCodec, state_dtype: torch.dtype = torch.float32
     ) -> None:
-        self.spec, self.rope, self.geometry, self.pre_rope = spec, rope, geometry, pre_rope
-        self.quantisers, self.state_dtype = (key, value), state_dtype
+        self.spec, self.rope, self.geometry = spec, rope, codec.config.geometry()
+        self.pre_rope = codec.config.key_space == "pre_rope"
+        self.quantisers, self.state_dtype = (codec.k, codec.v), state_dtype
         empty = torch.zeros(1, spec.num_kv_heads, 0, spec.head_dim)
         self.rows = [empty, empty.clone()]  # K in the codec's key space, V; rounded to state_dtype
         self.coded = [empty, empty.clone()]  # what the encoded rows read as; frozen once made
         self.codes = [torch.zeros(spec.num_kv_heads, 0, sum(q.stages), dtype=torch.int64) for q in self.quantisers]
         self.gaps = [torch.zeros(c.shape) for c in self.codes]
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, codes: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Attend over the old state and the new tokens, then store them and encode what leaves the window.
 
-        q [1, Hq, S, D], k and v [1, H, S, D] before RoPE -> [1, Hq, S, D]. `codes`, int64 [H, n, L] for K and V,
+        q [1, Hq, S, D], k and v [1, H, S, D] before RoPE -> [1, Hq, S, D]. `given`, codes int64 [H, n, L] for K and V,
         replace the stored rows sinks .. sinks + n first: the codes another implementation arrived at.
         """
         past, sinks = self.rows[0].shape[2], self.geometry.sinks
@@ -143,7 +184,7 @@ class LayerCache:
         for side in range(2):
             known = self.coded[side].shape[2]
             if stored > known:
-                chosen = (self.codes if codes is None else codes)[side][:, known:stored]
+                chosen = (given or self.codes)[side][:, known:stored]
                 rebuilt = self.quantisers[side].from_codes(chosen)[None]
                 self.coded[side] = torch.cat((self.coded[side], rebuilt), dim=2)
             rows = self.rows[side]
@@ -165,3 +206,26 @@ class LayerCache:
             self.codes[side] = torch.cat((self.codes[side], fresh), dim=1)
             self.gaps[side] = torch.cat((self.gaps[side], gap), dim=1)
         return out
+
+    def compare(self, given: tuple[Tensor, Tensor], tie: float) -> tuple[int, int, int]:
+        """Codes in all, codes in which `given` differs from our own, and how many of those are flipped ties.
+
+        A vector's codes after its first flipped tie are not compared. Raises ValueError when the rows differ in number.
+        """
+        total = wrong = flips = 0
+        for own, gap, other in zip(self.codes, self.gaps, given, strict=True):
+            if own.shape != other.shape:
+                raise ValueError(f"codes of shape {list(other.shape)}, expected {list(own.shape)}")
+            differs, tied = own != other, gap < tie
+            wrong += int((differs & ~((differs & tied).cumsum(-1) > 0)).sum())
+            flips += int((differs & tied).sum())
+            total += own.numel()
+        return total, wrong, flips
+
+
+def stored_rows(config: VQKVConfig, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What LayerCache.step takes as `given`, from one sequence's state of an engine: name -> tensor, used rows only."""
+    return tuple(
+        state[f"codes_{side}"].long() + entries // 2
+        for side, entries in (("k", config.k_entries), ("v", config.v_entries))
+    )

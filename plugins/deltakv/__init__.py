@@ -1,0 +1,1 @@
+"""DeltaKV: keys and values as small residuals against similar earlier tokens."""

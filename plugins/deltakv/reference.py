@@ -1,0 +1,285 @@
+"""What DeltaKVAttention means, in float32 torch: the oracle for graphs and kernels (arXiv 2602.08005, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ..attention import attend, causal_mask
+from ..dense.reference import Rope, turn
+from ..layer import LayerSpec
+from .config import DeltaKVConfig
+
+CHUNK = 1 << 24  # distances formed at once when references are looked for
+# The step of a uniform quantiser that is best for a Gaussian of standard deviation 1, by bits (Max 1960).
+STEPS = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+
+
+@dataclass
+class LayerCodec:
+    """One layer's f and g, float32. X: width of [K | V], h: hidden units.
+
+    center [X]: taken out of x first; it changes no distance and no difference, and leaves float32 more digits.
+    compress [X, latent_dim], decompress [latent_dim, X]. gate, up [X, h], down [h, latent_dim]: only with "swiglu".
+    """
+
+    config: DeltaKVConfig
+    center: Tensor
+    compress: Tensor
+    decompress: Tensor
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    down: Tensor | None = None
+
+    @staticmethod
+    def shapes(config: DeltaKVConfig, num_kv_heads: int) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of a layer, all float32, in the order the op takes them.
+
+        `num_kv_heads` is the model's, which the configuration repeats.
+        """
+        width, dim, hidden = 2 * num_kv_heads * config.head_dim, config.latent_dim, config.hidden
+        shapes: dict[str, tuple[int, ...]] = {
+            "center": (width,),
+            "compress": (width, dim),
+            "decompress": (dim, width),
+        }
+        if config.compressor == "swiglu":
+            shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, dim)}
+        return shapes
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.shapes(self.config, self.config.kv_heads)}
+
+    @classmethod
+    def from_tensors(cls, config: DeltaKVConfig, tensors: dict[str, Tensor]) -> LayerCodec:
+        return cls(config, **tensors)
+
+    def to(self, device: torch.device | str) -> LayerCodec:
+        return LayerCodec(self.config, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    # -- f, g and what is stored
+
+    def f(self, x: Tensor) -> Tensor:
+        """x [..., X] -> [..., latent_dim]."""
+        x = x - self.center
+        z = x @ self.compress
+        if self.gate is None or self.up is None or self.down is None:
+            return z
+        return z + (silu(x @ self.gate) * (x @ self.up)) @ self.down
+
+    def g(self, z: Tensor) -> Tensor:
+        return z @ self.decompress
+
+    def stored_references(self, x: Tensor, state_dtype: torch.dtype = torch.float32) -> Tensor:
+        """References x [..., X] as their storage gives them back."""
+        if self.config.reference_bits == 16:
+            return x.to(state_dtype).float()
+        codes, scale = self.reference_codes(x, state_dtype)
+        return codes * scale + self.center
+
+    def reference_codes(self, x: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """8-bit references x [..., X]: whole numbers from -127 to 127, float [..., X], and their scale [..., 1]."""
+        y = x - self.center
+        scale = (y.abs().amax(-1, keepdim=True) / 127).to(state_dtype).float()
+        return torch.where(scale > 0, y / scale, 0).round().clamp(-127, 127), scale
+
+    def latents(self, x: Tensor, mean: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """x and the mean of its references [..., X] -> codes [..., latent_dim] and scales [..., scales].
+
+        Codes are whole numbers from 0 to 2^bits - 1 in a float tensor; with 16 bits the latents themselves, without a
+        scale.
+        """
+        z = self.f(x) - self.f(mean)
+        if not self.config.scales:
+            return z.to(state_dtype).float(), z.new_zeros(*z.shape[:-1], 0)
+        ratio, scale = self.scaled(z, state_dtype)
+        half = 1 << (self.config.latent_bits - 1)
+        return (ratio.floor() + half).clamp(0, 2 * half - 1), scale
+
+    def scaled(self, z: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """z in steps of its scale [..., latent_dim], and the scale [..., scales] as stored; 0 where z is 0.
+
+        A step is the one best for Gaussian values of the token's root mean square, or less where no value needs it.
+        """
+        bits, scales = self.config.latent_bits, self.config.scales
+        parts = z.unflatten(-1, (scales, -1))
+        largest = parts.abs().amax(-1) / (1 << (bits - 1))
+        scale = torch.minimum(largest, STEPS[bits] * parts.square().mean(-1).sqrt()).to(state_dtype).float()
+        ratio = torch.where(scale[..., None] > 0, parts / scale[..., None], 0.0)
+        return ratio.flatten(-2), scale
+
+    def decoded(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Latents z [..., latent_dim] from what `latents` returned."""
+        if not self.config.scales:
+            return codes
+        half = 1 << (self.config.latent_bits - 1)
+        steps = (codes - half + 0.5).unflatten(-1, (self.config.scales, -1))
+        return (steps * scale[..., None]).flatten(-2)
+
+    # -- whole sequences
+
+    def reference_rows(self, x: Tensor, state_dtype: torch.dtype = torch.float32) -> Tensor:
+        """The references of sequences x [B, N, X] as stored, [B, sinks + ceil((N - sinks) / stride), X]: sinks first."""
+        sinks = self.config.sinks
+        first, rest = x[:, :sinks].to(state_dtype).float(), x[:, sinks :: self.config.stride]
+        return torch.cat((first, self.stored_references(rest, state_dtype)), dim=1)
+
+    def assign(self, x: Tensor, references: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Nearest references of code rows first, first + 1, ..., x [B, n, X], among `references` (`reference_rows`).
+
+        Reference ordinals int64 [B, n, neighbors], nearest first and the lower one of equals; a reference names itself
+        only. gap [B, n]: how far the choice was from a tie, (next - last) / next in squared distance (next counts as at
+        least a hundredth of the row's energy: float32 cannot tell smaller ones apart).
+        """
+        config = self.config
+        batch, rows, _ = x.shape
+        pool = references - self.center
+        energy = pool.square().sum(-1)[:, None]  # [B, 1, R]
+        ordinal = torch.arange(pool.shape[1], device=x.device)
+        earliest = (ordinal - config.sinks) * config.stride  # code row from which a reference may be named
+        index = torch.empty(batch, rows, config.neighbors, dtype=torch.int64, device=x.device)
+        gap = x.new_empty(batch, rows)
+        step = max(1, CHUNK // max(1, batch * pool.shape[1]))
+        for start in range(0, rows, step):
+            y = x[:, start : start + step] - self.center
+            own = torch.arange(first + start, first + start + y.shape[1], device=x.device)
+            distance = energy - 2 * y @ pool.transpose(1, 2)
+            distance = distance.masked_fill(earliest > own[:, None], torch.inf)
+            found = []
+            for _ in range(config.neighbors):
+                found.append(distance.argmin(-1, keepdim=True))
+                last = distance.gather(-1, found[-1])
+                distance = distance.scatter(-1, found[-1], torch.inf)
+            mine, span = torch.cat(found, dim=-1), slice(start, start + y.shape[1])
+            named = own % config.stride == 0
+            index[:, span] = torch.where(named[:, None], (config.sinks + own // config.stride)[:, None], mine)
+            size = y.square().sum(-1)
+            further = distance.amin(-1) + size
+            difference = (further - last[..., 0] - size) / further.maximum(0.01 * size).clamp_min(1e-30)
+            gap[:, span] = torch.where(named | further.isinf(), 1.0, difference)
+        return index, gap
+
+    def means(self, references: Tensor, index: Tensor) -> Tensor:
+        """Mean of the references [B, R, X] that index [B, n, neighbors] names: [B, n, X]."""
+        picked = [take(references, index[..., n]) for n in range(index.shape[-1])]
+        return torch.stack(picked).sum(0) / len(picked)
+
+    def rebuild(self, x: Tensor) -> Tensor:
+        """Sequences x [B, N, X] from position 0 as the cache gives them back: sinks and references as they are."""
+        references = self.reference_rows(x)
+        rows = x[:, self.config.sinks :]
+        mean = self.means(references, self.assign(rows, references)[0])
+        restored = self.g(self.decoded(*self.latents(rows, mean))) + mean
+        return torch.cat((x[:, : self.config.sinks], restored), dim=1)
+
+    def approximate(self, k: Tensor, v: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE and values [B, Hkv, N, D] as the cache gives them back, keys rotated by `rotate`."""
+        k, v = unpack(self.rebuild(pack(k, v)), k.shape[1])
+        return rotate(k), v
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [B, R, X] at index [B, n]: [B, n, X]."""
+    return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values [B, Hkv, N, D] as x [B, N, X]: all keys, then all values."""
+    return torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), dim=-1)
+
+
+def unpack(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Inverse of `pack`."""
+    k, v = x.unflatten(-1, (2 * heads, -1)).transpose(1, 2).chunk(2, dim=1)
+    return k, v
+
+
+@dataclass
+class Rows:
+    """What the cache stores of code rows [1, n]: see `LayerCodec.latents` and `LayerCodec.assign`."""
+
+    codes: Tensor  # [1, n, latent_dim]
+    scales: Tensor  # [1, n, scales]
+    index: Tensor  # int64 [1, n, neighbors]
+
+    def __getitem__(self, span: slice) -> Rows:
+        return Rows(self.codes[:, span], self.scales[:, span], self.index[:, span])
+
+    def append(self, other: Rows) -> Rows:
+        return Rows(*(torch.cat((getattr(self, n), getattr(other, n)), dim=1) for n in ("codes", "scales", "index")))
+
+
+class LayerCache:
+    """One layer of one sequence: the whole history is kept, and the encoded rows are replaced when they are read."""
+
+    def __init__(
+        self, spec: LayerSpec, rope: Rope, codec: LayerCodec, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.spec, self.rope, self.codec, self.state_dtype = spec, rope, codec, state_dtype
+        self.geometry, config = codec.config.geometry(), codec.config
+        self.rows = torch.zeros(1, 0, config.width)  # x as stored
+        self.stored = Rows(
+            torch.zeros(1, 0, config.latent_dim),
+            torch.zeros(1, 0, config.scales),
+            torch.zeros(1, 0, config.neighbors, dtype=torch.int64),
+        )
+        self.gaps = torch.zeros(1, 0)  # of the assignments
+        self.margins = torch.zeros(1, 0, config.latent_dim)  # of the latents: steps to the nearest boundary
+        self.restored = torch.zeros(1, 0, config.width)  # what the encoded rows read as; frozen once made
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None = None, given: Rows | None = None
+    ) -> Tensor:
+        """Attend over the old state and the new tokens, then store them and encode what leaves the window.
+
+        q [1, Hq, S, D], k and v [1, H, S, D] before RoPE -> [1, Hq, S, D]. selected: code rows to read, int64 [M];
+        None: all. `given` replaces the stored rows first: what another implementation arrived at.
+        """
+        past, sinks, codec = self.rows.shape[1], self.geometry.sinks, self.codec
+        count = self.geometry.encoded(past)
+        known = self.restored.shape[1]
+        if count > known:
+            part = (given or self.stored)[known:count]
+            references = codec.reference_rows(self.rows[:, : sinks + count], self.state_dtype)
+            z = codec.decoded(part.codes, part.scales)
+            fresh = codec.g(z) + codec.means(references, part.index)
+            self.restored = torch.cat((self.restored, fresh), dim=1)
+        old = torch.cat((self.rows[:, :sinks], self.restored, self.rows[:, sinks + count :]), dim=1)
+        old_key, old_value = unpack(old, self.spec.num_kv_heads)
+        mask = causal_mask(q.shape[2], past + q.shape[2], 0)
+        if selected is not None:
+            read = torch.zeros(count, dtype=torch.bool)
+            read[selected] = True
+            mask[:, sinks : sinks + count] &= read
+        out = attend(
+            turn(q, self.rope, past),
+            torch.cat((turn(old_key, self.rope, 0), turn(k, self.rope, past)), dim=2),
+            torch.cat((old_value, v), dim=2),
+            mask,
+            self.spec.scale,
+            self.spec.softcap,
+        )
+        self.rows = torch.cat((self.rows, pack(k, v).to(self.state_dtype).float()), dim=1)
+        last = self.geometry.encoded(self.rows.shape[1])
+        if last > count:
+            self._encode(count, last)
+        return out
+
+    def _encode(self, first: int, last: int) -> None:
+        codec, sinks = self.codec, self.geometry.sinks
+        x = self.rows[:, sinks + first : sinks + last]
+        references = codec.reference_rows(self.rows[:, : sinks + last], self.state_dtype)
+        index, gap = codec.assign(x, references, first)
+        mean = codec.means(references, index)
+        codes, scales = codec.latents(x, mean, self.state_dtype)
+        margin = torch.full_like(codes, torch.inf)
+        if codec.config.scales:
+            ratio = codec.scaled(codec.f(x) - codec.f(mean), self.state_dtype)[0]
+            margin = torch.where(ratio != 0, (ratio - ratio.round()).abs(), torch.inf)
+        self.stored = self.stored.append(Rows(codes, scales, index))
+        self.gaps = torch.cat((self.gaps, gap), dim=1)
+        self.margins = torch.cat((self.margins, margin), dim=1)
