@@ -7,9 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plugins.errors import UserError
+from plugins.methods import METHODS
+
+from .request import add_arguments, from_arguments
+
+if TYPE_CHECKING:
+    from .codec import CodecInfo
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,33 +23,25 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True)
 
     fit = commands.add_parser("fit", help="fit a codec to a model", description="Fit a codec to a model.")
-    _common(fit)
-    fit.add_argument("--method", choices=("vqkv",), default="vqkv", help="compression method (default: vqkv)")
-    fit.add_argument("--ratio", type=float, help="part of the fp16 KV bytes that remains (default: 0.172)")
-    fit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change one configuration field")
+    add_arguments(fit, METHODS)
+    fit.add_argument("--json", action="store_true", help="print the report as JSON")
     fit.add_argument("--out", type=Path, required=True, metavar="DIR", help="codec folder to write")
-    fit.add_argument("--effort", choices=("quick", "full"), help="default: full on a GPU, quick without one")
-    fit.add_argument("--seed", type=int, default=0)
     fit.set_defaults(run=run_fit)
 
     quality = commands.add_parser(
         "quality", help="measure what a codec costs", description="Perplexity, KL and top-1 through a compressed cache."
     )
-    _common(quality)
+    quality.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
+    quality.add_argument(
+        "--text", nargs="+", action="extend", default=[], metavar="FILE",
+        help="UTF-8 text (default: the topics of Python's help())",
+    )  # fmt: skip
+    quality.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
+    quality.add_argument("--json", action="store_true", help="print the report as JSON")
     quality.add_argument("--codec", type=Path, required=True, metavar="DIR", help="codec folder")
     quality.add_argument("--windows", type=int, default=8, help="windows per text (default: %(default)s)")
     quality.set_defaults(run=run_quality)
     return root
-
-
-def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
-    command.add_argument(
-        "--text", nargs="+", action="extend", default=[], metavar="FILE",
-        help="UTF-8 text (default: the topics of Python's help())",
-    )  # fmt: skip
-    command.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,53 +59,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_fit(options: argparse.Namespace) -> None:
     from plugins.config import RATIO_SLACK
-    from plugins.methods import config_class
 
-    from .adapter import layer_specs
-    from .fit import default_effort, fit_codec
+    from .fit import fit_for
     from .models import load
-    from .texts import pick_context, read_texts
 
-    if not 0 <= options.seed < 1 << 31:
-        raise UserError(f"--seed {options.seed} must be from 0 to 2147483647")
-    texts = read_texts(options.text)
-    loaded = load(options.model)
-    specs = layer_specs(loaded.model)
-    method = config_class(options.method)
-    asked = method.DEFAULT_RATIO if options.ratio is None else options.ratio
-    config = method.for_layers(asked, specs).override(options.set)
-    ratio = config.ratio(len(specs))
+    request = from_arguments(options)
+    asked = request.target
+    info = fit_for(request, load(options.model), options.out)
+    ratio = info.config.ratio(info.model["num_layers"])
     if ratio > asked + RATIO_SLACK:
         print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {asked:g}", file=sys.stderr)
-    effort = options.effort or default_effort()
-    info = fit_codec(
-        loaded.model,
-        loaded.tokenizer,
-        config,
-        texts,
-        effort,
-        options.seed,
-        pick_context(options.context, loaded.model.config),
-        options.out,
-        model_name=loaded.name,
-        model_sha256=loaded.sha256,
-    )
     report = {**info.to_json(), "ratio": round(ratio, 4), "out": str(options.out)}
     if options.json:
         print(json.dumps(report))
         return
-    print(f"{config.summary()}: ratio {ratio:.4f}, {info.vectors} vectors, effort {effort}, seed {info.seed}")
+    way = f"{info.fit} fit, " if info.fit else ""
+    spent = f"{info.vectors} vectors, {way}effort {info.effort}, seed {info.seed}"
+    print(f"{info.config.summary()}: ratio {ratio:.4f}, {spent}")
+    {"deltakv": _print_deltakv, "vqkv": _print_vqkv}[info.method](info)
+    print(f"wrote {options.out}")
+
+
+def _print_vqkv(info: CodecInfo) -> None:
     print("held-out error per stage, as a fraction of the energy")
     print("layer  K stages                 (fit)   V stages                 (fit)   dead entries")
     for layer, sides in info.errors.items():
         cells = [f"{_stages(sides[s]['stages']):<24} {sides[s]['train']:.4f}" for s in ("k", "v")]
         print(f"{layer:>5}  {cells[0]}  {cells[1]}  {sides['k']['dead'] + sides['v']['dead']:>6}")
-    print(f"wrote {options.out}")
 
 
 def _stages(errors: Sequence[float]) -> str:
     shown = [f"{error:.4f}" for error in errors]
     return " ".join(shown if len(shown) <= 3 else [shown[0], "..", shown[-1]])
+
+
+def _print_deltakv(info: CodecInfo) -> None:
+    choice, selects = info.choice, info.config.geometry().selects
+    if choice:
+        print("expected error of the attention outputs, summed over layers, by number of full layers")
+        for item in choice["alternatives"]:
+            mark = "*" if item["full_layers"] == choice["full_layers"] else " "
+            layers = ",".join(map(str, item["full_layers"])) or "none"
+            print(
+                f"{mark} {item['error']:.4f}  stride {item['stride']:>2}, latents {item['latent_dim']} x "
+                f"{item['latent_bits']} bits, full layers {layers}"
+            )
+    print(
+        "held-out error in the fitted metric, as fractions: left by the references, then by the latents, of x's energy;"
+    )
+    print("of the residual's energy (and where fitted); of the attention output's energy")
+    print("layer  references  latents  residual   (fit)   output" + ("  observer  missed  coverage" if selects else ""))
+    for layer, error in info.errors.items():
+        line = f"{layer:>5}  {error['references']:>10.4f}  {error['x']:.5f}  {error['residual']:>8.4f}  "
+        line += f"{error['train']:.4f}  {error['output']:.5f}"
+        if choice and selects:
+            told = choice["layers"][layer]
+            line += f"  {told['observer']:>8}  {told['missed']:.4f}  {told['coverage']:>8.3f}"
+        print(line)
 
 
 def run_quality(options: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """What a compressed cache costs: perplexity, KL and top-1 agreement of text decoded through it, simulated in torch.
 
 The last `decoded` tokens of a window are fed one by one after an exact prefill. Because which positions a query sees
-compressed follows from its own position alone, all of them go through the model together, each with its own mask.
+compressed follows from its own position alone, all of them go through the model together, each with its own mask; so
+do the compressed rows that an observing layer chooses for it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from transformers import PreTrainedModel
 from plugins.attention import causal_mask, rotate
 from plugins.geometry import Geometry
 
-from .adapter import AttentionCall, intercept
-from .codec import Codec
+from .adapter import AttentionCall, intercept, layer_specs
+from .codec import Codec, observing_layers
 from .record import causal_attention
 
 DECODED = 512
@@ -65,58 +66,67 @@ def prefill(model: PreTrainedModel, ids: Tensor, decoded: int = DECODED) -> Pref
     return result
 
 
+def selected_mask(geometry: Geometry, received: Tensor, coded: Tensor, first: int) -> Tensor:
+    """The compressed positions that each query reads: bool [B, S, N].
+
+    received [B, S, N]: attention that every position gets from the queries fed at positions first, first + 1, ..., the
+    largest of all heads. coded [S, N]: `compressed_mask`. The lower position of equals is taken.
+    """
+    rows, total = coded.shape
+    count = torch.from_numpy(geometry.selected(np.arange(first, first + rows))).to(received.device)
+    order = received.masked_fill(~coded, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.arange(total, device=received.device) < count[:, None]
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, chosen.expand_as(order))
+
+
 @torch.no_grad()
 def decode(model: PreTrainedModel, start: Prefill, codec: Codec) -> Tensor:
     """Logits [B, decoded, vocabulary] of the last tokens, fed through a cache compressed by `codec`."""
-    decoded, total = start.logits.shape[1], start.ids.shape[1]
-    first = total - decoded
+    decoded, total, device = start.logits.shape[1], start.ids.shape[1], start.ids.device
+    first, geometry = total - decoded, codec.config.geometry()
+    observer = observing_layers(codec.config, layer_specs(model)) if geometry.selects else {}
     masks: dict[int, Tensor] = {}
-    coded = compressed_mask(codec.config.geometry(), first, total, start.ids.device)
+    coded = compressed_mask(geometry, first, total, device)
+    chosen: dict[int, Tensor] = {}  # observing layer -> what its followers read, bool [B, 1, S, N]
 
     def on_attention(call: AttentionCall) -> Tensor:
         k = torch.cat((start.keys[call.layer], call.k), dim=2)
         v = torch.cat((start.values[call.layer], call.v), dim=2)
         turn = start.turn[call.layer] or (None, None)
         if call.window not in masks:
-            masks[call.window] = causal_mask(decoded, total, call.window, k.device)
+            masks[call.window] = causal_mask(decoded, total, call.window, device)
         q, mask = rotate(call.q, call.cos, call.sin), masks[call.window]
         tables = codec.layers.get(call.layer)
         if tables is None:
-            return _mixed(call, q, rotate(k, *turn), v, None, None, mask, coded)
+            weight = _weights(call, q, rotate(k, *turn), None, mask, coded)
+            if call.layer in observer.values():
+                chosen[call.layer] = selected_mask(geometry, weight.amax(1), coded, first)[:, None]
+            return weight @ _spread(v, q)
         k_coded, v_coded = tables.approximate(k, v, lambda x: rotate(x, *turn))
-        return _mixed(call, q, rotate(k, *turn), v, k_coded, v_coded, mask, coded)
+        if call.layer in observer:
+            mask = mask & (~coded | chosen[observer[call.layer]])
+        weight = _weights(call, q, rotate(k, *turn), k_coded, mask, coded)
+        return (weight * ~coded) @ _spread(v, q) + weight.mul_(coded) @ _spread(v_coded, q)
 
-    position = torch.arange(first, total, device=start.ids.device)[None]
+    position = torch.arange(first, total, device=device)[None]
     with intercept(model, on_attention):
         return model(input_ids=start.ids[:, first:], position_ids=position, use_cache=False).logits.float()
 
 
-def _mixed(
-    call: AttentionCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_coded: Tensor | None,
-    v_coded: Tensor | None,
-    mask: Tensor,
-    coded: Tensor,
-) -> Tensor:
-    """Attention in which queries see the keys and values marked in `coded` [S, N] as their codes give them."""
-    group = q.shape[1] // k.shape[1]
+def _spread(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values [B, Hkv, N, D] once for each head of queries q [B, Hq, S, D]."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
-    def spread(x: Tensor) -> Tensor:
-        return x.repeat_interleave(group, dim=1)
 
-    score = q @ spread(k).transpose(-1, -2)
+def _weights(call: AttentionCall, q: Tensor, k: Tensor, k_coded: Tensor | None, mask: Tensor, coded: Tensor) -> Tensor:
+    """Attention probabilities [B, Hq, S, N] of queries that see the keys marked in `coded` [S, N] as k_coded."""
+    score = q @ _spread(k, q).transpose(-1, -2)
     if k_coded is not None:
-        score = torch.where(coded, q @ spread(k_coded).transpose(-1, -2), score)
-    score = score * call.scale
+        score = torch.where(coded, q @ _spread(k_coded, q).transpose(-1, -2), score)
+    score = score.mul_(call.scale)
     if call.softcap:
         score = call.softcap * torch.tanh(score / call.softcap)
-    weight = torch.softmax(score.masked_fill(~mask, torch.finfo(score.dtype).min), dim=-1)
-    if v_coded is None:
-        return weight @ spread(v)
-    return (weight * ~coded) @ spread(v) + (weight * coded) @ spread(v_coded)
+    return torch.softmax(score.masked_fill_(~mask, torch.finfo(score.dtype).min), dim=-1)
 
 
 @dataclass
@@ -167,12 +177,15 @@ def measure(
     windows: Sequence[Sequence[int]],
     decoded: int = DECODED,
     progress: Callable[[], None] = lambda: None,
+    batch: int = 1,
 ) -> Score:
-    """Score `codec` on windows of token ids, one at a time, where the model is."""
+    """Score `codec` on windows of token ids, all of one length, `batch` at a time, where the model is."""
     codec = codec.to(model.device)
     score = Score([], [], [], [])
-    for window in windows:
-        start = prefill(model, torch.tensor([list(window)], device=model.device), decoded)
+    for index in range(0, len(windows), batch):
+        part = [list(window) for window in windows[index : index + batch]]
+        start = prefill(model, torch.tensor(part, device=model.device), decoded)
         score.add(start, decode(model, start, codec))
-        progress()
+        for _ in part:
+            progress()
     return score

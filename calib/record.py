@@ -1,4 +1,4 @@
-"""Record what the quantisers are fitted to: keys, values and error metrics, as the model reads long text."""
+"""Record what methods are fitted to: keys, values and error metrics, as the model reads long text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from plugins.attention import attend, causal_mask, rotate
+from plugins.deltakv.reference import pack
 from plugins.errors import UserError
 from plugins.vqkv.config import VQKVConfig
 
@@ -20,6 +21,8 @@ TILE = 512  # query rows per tile where scores have to be formed
 PAIRS = 4  # keys drawn per query when keys are coded before RoPE
 WEIGHTS = (0.3, 50.0)  # least and most of a token's weight, in means
 PROJECTIONS = ("o_proj", "out_proj", "dense", "wo")
+HELD_OUT = 8  # every eighth window is kept from the fit
+RIDGE = 0.02  # of a metric's mean eigenvalue, added to all of them
 
 
 @dataclass
@@ -38,6 +41,40 @@ class LayerRecord:
     query_metric: Tensor
     value_metric: Tensor
     attention: Tensor
+
+
+@dataclass
+class WindowRecord:
+    """Whole windows of what one layer was seen to store, and what errors in it cost; float32.
+
+    rows: x [windows, N, X], keys before RoPE and then values, see `plugins.deltakv.reference.pack`.
+    metric: [2 * Hkv, D, D], of the keys' heads and then the values': when every token that a query sees compressed has
+    an independent error e, the attention block's output changes by the sum over heads of E e^T metric e (mean square).
+    energy: mean squared norm of the attention block's output.
+    asked: int64 [windows, m], the queries' positions. attention: their softmax probabilities [windows, Hq, m, N] where
+    asked for.
+    """
+
+    rows: Tensor
+    metric: Tensor
+    energy: float
+    asked: Tensor
+    attention: Tensor | None = None
+
+
+def held_out(windows: int) -> list[bool]:
+    """Which windows are kept from the fit: every eighth, or the last of fewer."""
+    step = min(HELD_OUT, windows)
+    return [index % step == step - 1 for index in range(windows)]
+
+
+def metric_root(metric: Tensor) -> Tensor:
+    """Symmetric square root of metric [T, D, D], scaled to a mean eigenvalue of 1 and kept invertible by RIDGE."""
+    metric = metric.double()
+    scale = metric.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)
+    metric = metric / scale[:, None, None] + RIDGE * torch.eye(metric.shape[-1], device=metric.device)
+    value, vector = torch.linalg.eigh(metric)
+    return (vector * value.clamp_min(1e-12).sqrt()[:, None] @ vector.transpose(1, 2)).float()
 
 
 def causal_attention(call: AttentionCall) -> Tensor:
@@ -123,6 +160,63 @@ def _generator(*salt: int) -> torch.Generator:
     return torch.Generator().manual_seed(value)
 
 
+@dataclass
+class Asked:
+    """Attention of some queries of one window, float32. Hkv: KV heads, g: query heads of each, m: queries.
+
+    query [Hkv, g * m, D], after RoPE. chance [Hkv, g * m, N], softmax probabilities. slope [Hkv, g * m, N], what a
+    change of q.k * scale is multiplied with (1 without a softcap). coded: bool [g * m, N], tokens past the sinks and
+    further back than the window.
+    """
+
+    query: Tensor
+    chance: Tensor
+    slope: Tensor | float
+    coded: Tensor
+
+
+def _turn(call: AttentionCall, x: Tensor, index: Tensor, sign: int) -> Tensor:
+    """x [Hkv, n, D] of one window by the rotary angles of positions [Hkv, n], or back with sign -1."""
+    if call.cos is None or call.sin is None:
+        return x
+    return rotate(x[:, None], call.cos[0][index], sign * call.sin[0][index])[:, 0]
+
+
+def _ask(call: AttentionCall, asked: Tensor, sinks: int, window: int) -> Asked:
+    """The attention of the queries at positions `asked` [m], over all tokens up to each."""
+    _, heads, length, dim = call.k.shape
+    position = torch.arange(length, device=asked.device)
+    repeated = asked.repeat(call.q.shape[1] // heads)
+    query = call.q[0, :, asked].float().reshape(heads, -1, dim)
+    query = _turn(call, query, repeated.expand(heads, -1), 1)
+    key = _turn(call, call.k[0].float(), position.expand(heads, -1), 1)
+    score, slope = query @ key.transpose(1, 2) * call.scale, 1.0
+    if call.softcap:
+        bent = torch.tanh(score / call.softcap)
+        score, slope = call.softcap * bent, 1 - bent.square()
+    behind = repeated[:, None] - position
+    chance = torch.softmax(score.masked_fill(behind < 0, torch.finfo(score.dtype).min), dim=-1)
+    return Asked(query, chance, slope, (behind >= window) & (position >= sinks))
+
+
+def _score_metric(call: AttentionCall, seen: Asked, square: Tensor, generator: torch.Generator) -> Tensor:
+    """Sum of square_ij u u^T over pairs of query i and key j, where u . k_j is the score before RoPE: [Hkv, D, D].
+
+    square: [Hkv, g * m, N]. u = R_j^T R_i q_i depends on the pair, so keys are drawn in proportion, PAIRS per query.
+    """
+    mass = square.sum(dim=-1, keepdim=True)  # [Hkv, g * m, 1]
+    if call.cos is None:
+        return (seen.query * mass).transpose(1, 2) @ seen.query
+    bound = square.cumsum(dim=-1)
+    metric = seen.query.new_zeros(len(mass), seen.query.shape[-1], seen.query.shape[-1])
+    for _ in range(PAIRS):
+        level = torch.rand(mass.shape, generator=generator).to(mass.device) * bound[..., -1:]
+        chosen = torch.searchsorted(bound, level).clamp_max(square.shape[-1] - 1)[..., 0]
+        turned = _turn(call, seen.query, chosen, -1)
+        metric += (turned * mass).transpose(1, 2) @ turned
+    return metric / PAIRS
+
+
 def attention_statistics(
     call: AttentionCall, asked: Tensor, config: VQKVConfig, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
@@ -130,41 +224,92 @@ def attention_statistics(
 
     Only what a query would see coded counts: tokens past the sinks and further back than the window. The score of key
     j for query i is u.k with u = R_i q_i after RoPE, and u = R_j^T R_i q_i before it. The metric is the sum of
-    p_ij^2 u u^T; before RoPE the keys j are drawn in proportion to p_ij^2, PAIRS per query.
+    p_ij^2 u u^T; before RoPE the keys j are drawn in proportion to p_ij^2.
     """
-    _, heads, length, dim = call.k.shape
-    cos, sin = (None, None) if call.cos is None or call.sin is None else (call.cos[0], call.sin[0])
-    group = call.q.shape[1] // heads
+    seen = _ask(call, asked, config.sinks, config.window)
+    square = seen.chance.square() * seen.coded
+    received = (square.sum(dim=1) / seen.coded.sum(dim=0).clamp_min(1)).sqrt()
+    if config.key_space == "post_rope":
+        return (seen.query * square.sum(dim=-1, keepdim=True)).transpose(1, 2) @ seen.query, received
+    return _score_metric(call, seen, square, generator), received
 
-    def turn(x: Tensor, index: Tensor, sign: int) -> Tensor:  # x [Hkv, m, D] by the angles of positions [Hkv, m]
-        if cos is None or sin is None:
-            return x
-        return rotate(x[:, None], cos[index], sign * sin[index])[:, 0]
 
-    query = call.q[0, :, asked].float().reshape(heads, -1, dim)  # [Hkv, group * m, D]
-    query = turn(query, asked.repeat(group).expand(heads, -1), 1)
-    key = turn(call.k[0].float(), torch.arange(length, device=asked.device).expand(heads, -1), 1)
-    score = query @ key.transpose(1, 2) * call.scale
-    if call.softcap:
-        score = call.softcap * torch.tanh(score / call.softcap)
-    position = torch.arange(length, device=asked.device)
-    behind = asked.repeat(group)[:, None] - position  # [group * m, S]
-    chance = torch.softmax(score.masked_fill(behind < 0, torch.finfo(score.dtype).min), dim=-1)
-    coded = (behind >= config.window) & (position >= config.sinks)
-    square = chance.square() * coded
-    received = (square.sum(dim=1) / coded.sum(dim=0).clamp_min(1)).sqrt()
+@torch.no_grad()
+def record_windows(
+    model: PreTrainedModel,
+    windows: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    queries: int,
+    sinks: int,
+    window: int,
+    seed: int,
+    progress: Callable[[], None] = lambda: None,
+    attention: bool = False,
+) -> dict[int, WindowRecord]:
+    """Read `windows`, all of one length, and keep everything that `layers` would store; see WindowRecord.
 
-    mass = square.sum(dim=-1, keepdim=True)  # [Hkv, group * m, 1]
-    if config.key_space == "post_rope" or cos is None:
-        return (query * mass).transpose(1, 2) @ query, received
-    bound = square.cumsum(dim=-1)
-    metric = query.new_zeros(heads, dim, dim)
-    for _ in range(PAIRS):
-        level = torch.rand(mass.shape, generator=generator).to(mass.device) * bound[..., -1:]
-        chosen = torch.searchsorted(bound, level).clamp_max(length - 1)[..., 0]
-        seen = turn(query, chosen, -1)
-        metric += (seen * mass).transpose(1, 2) @ seen
-    return metric / PAIRS, received
+    `queries` tokens of each window, drawn at random past sinks and window, weigh the errors (as many as there are,
+    where there are fewer). The result depends on the seed and the windows only, not on which other layers are kept.
+    """
+    weights = {layer: output_weight(model, layer).detach().float() for layer in layers}
+    kept: dict[int, list[tuple[Tensor, Tensor, float, Tensor, Tensor | None]]] = {layer: [] for layer in layers}
+    number = 0
+
+    def on_attention(call: AttentionCall) -> Tensor:
+        if call.layer in kept:
+            first = min(sinks + window, call.k.shape[2] - 1)
+            draw = torch.randperm(call.k.shape[2] - first, generator=_generator(seed, number))[:queries]
+            asked = (draw.sort().values + first).to(call.k.device)
+            seen = _ask(call, asked, sinks, window)
+            draw = _generator(seed, number, call.layer)
+            metric, energy = output_statistics(call, seen, asked, weights[call.layer], draw)
+            chance = seen.chance.unflatten(1, (-1, len(asked))).flatten(0, 1) if attention else None
+            kept[call.layer].append((pack(call.k, call.v)[0].float(), metric.double(), energy, asked, chance))
+        return causal_attention(call)
+
+    with intercept(model, on_attention):
+        for number, ids in enumerate(windows):  # noqa: B007 (on_attention reads it)
+            model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
+            progress()
+    result = {}
+    for layer in layers:
+        rows, metrics, energies, asked, chances = zip(*kept.pop(layer), strict=True)
+        result[layer] = WindowRecord(
+            torch.stack(rows),
+            torch.stack(metrics).mean(0).float(),
+            sum(energies) / len(energies),
+            torch.stack(asked),
+            torch.stack(chances) if attention else None,
+        )
+    return result
+
+
+def output_statistics(
+    call: AttentionCall, seen: Asked, asked: Tensor, weight: Tensor, generator: torch.Generator
+) -> tuple[Tensor, float]:
+    """From the queries at `asked`: the metric [2 * Hkv, D, D] and the energy of a WindowRecord.
+
+    weight: the output projection [hidden, Hq * D]. An error e of value j changes a query's output by p W_h e, and of
+    key j by p * scale * (u . e) W_h (v_j - o), with o the head's own output and W_h its columns of the projection. The
+    heads of a group share values and keys: their joint effect is counted for values, their separate ones for keys.
+    """
+    heads, dim, count = len(seen.query), seen.query.shape[-1], len(asked)
+    value = call.v[0].float()
+    out = (seen.chance @ value).unflatten(1, (-1, count))  # [Hkv, g, m, D]
+    part = weight.unflatten(1, (heads, -1, dim))  # [hidden, Hkv, g, D]
+    both = torch.einsum("ohgd,ohfe->hgfde", part, part)  # W_g^T W_f of every two heads of a group
+    gram = both.diagonal(dim1=1, dim2=2).permute(0, 3, 1, 2)  # [Hkv, g, D, D]
+    pulled = value[:, None] @ gram  # [Hkv, g, N, D]
+    reach = (pulled * value[:, None]).sum(-1)[:, :, None] - 2 * out @ pulled.transpose(-1, -2)
+    reach = (reach + ((out @ gram) * out).sum(-1, keepdim=True)).clamp_min(0)  # |W_h (v_j - o_i)|^2
+    square = seen.chance.square() * seen.coded  # [Hkv, g * m, N]
+    moved = square * (seen.slope * call.scale) ** 2 * reach.flatten(1, 2)
+    keys = _score_metric(call, seen, moved, generator)
+    received = (seen.chance * seen.coded).unflatten(1, (-1, count)).flatten(2)  # [Hkv, g, m * N]
+    mass = received @ received.transpose(1, 2)  # [Hkv, g, g]
+    values = (both * mass[..., None, None]).sum(dim=(1, 2))
+    energy = (out.permute(2, 0, 1, 3).flatten(1) @ weight.T).square().sum(dim=1).mean()
+    return torch.cat((keys, values)) / count, float(energy)
 
 
 def output_metric(model: PreTrainedModel, layer: int, kv_heads: int, dim: int) -> Tensor:
@@ -172,15 +317,20 @@ def output_metric(model: PreTrainedModel, layer: int, kv_heads: int, dim: int) -
 
     Raises UserError when the layer's output projection is not found.
     """
+    weight = output_weight(model, layer).detach().float().unflatten(1, (kv_heads, -1, dim))  # [hidden, Hkv, g, D]
+    return torch.einsum("ohgd,ohge->hde", weight, weight)
+
+
+def output_weight(model: PreTrainedModel, layer: int) -> Tensor:
+    """The weight [hidden, Hq * D] of a layer's output projection. Raises UserError when it is not found."""
     for module in model.modules():
         if getattr(module, "layer_idx", None) != layer:
             continue
         for name in PROJECTIONS:
             projection = getattr(module, name, None)
             if isinstance(projection, nn.Linear):
-                weight = projection.weight.detach().float().unflatten(1, (kv_heads, -1, dim))  # [hidden, Hkv, g, D]
-                return torch.einsum("ohgd,ohge->hde", weight, weight)
+                return projection.weight
     raise UserError(
         f"layer {layer} of {type(model).__name__} has no output projection named {', '.join(PROJECTIONS)}; "
-        "fit with --set value_weighting=false"
+        "fit with --method vqkv --set value_weighting=false"
     )

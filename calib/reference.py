@@ -60,6 +60,21 @@ class ReferenceModel:
         with intercept(self.model, self._attention):
             return self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
 
+    def compare_selections(self, theirs: dict[int, Tensor], tie: float) -> tuple[int, int, int]:
+        """Sets in all, sets of `theirs` (as `step` takes them) unlike what the last step observed, and flipped ties.
+
+        A set with another row differs by a tie when that row's score is within a part `tie` of the last one chosen.
+        """
+        wrong = flips = 0
+        for layer, (own, score) in self.observed.items():
+            other = theirs[layer]
+            odd = torch.tensor(sorted(set(own.tolist()) ^ set(other.tolist())), dtype=torch.int64)
+            if len(odd) or len(own) != len(other):
+                edge = score[own[-1]] if len(own) else score.new_zeros(())
+                tied = len(own) == len(other) and bool(((score[odd] - edge).abs() <= tie * edge).all())
+                wrong, flips = wrong + (not tied), flips + tied
+        return len(self.observed), wrong, flips
+
     def _attention(self, call: AttentionCall) -> Tensor:
         cache, single = self.caches[call.layer], call.q.shape[2] == 1
         extra: dict[str, Any] = {"given": self.given[call.layer]} if call.layer in self.given else {}

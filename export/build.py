@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calib.request import FitRequest
 from plugins.errors import UserError
 from runtime.artefact import FORMAT, write_config
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .passes import Assembly
 
 KVPACK = "0.1.0"
-METHODS = ("none", "vqkv")
 BACKENDS = ("onnxruntime",)
 DTYPES = {"fp32": "float32", "fp16": "float16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -40,18 +40,12 @@ class BuildOptions:
 
     out: Path
     model: str | None = None
-    method: str = "vqkv"
-    ratio: float | None = None
+    request: FitRequest = FitRequest()
     codec: Path | None = None
     backend: str = "onnxruntime"
     dtype: str = "fp32"
     kv_dtype: str = "fp16"
     max_length: int | None = None
-    texts: Sequence[Path] = ()
-    effort: str | None = None
-    settings: Sequence[str] = ()
-    seed: int = 0
-    context: int | None = None
     progress: bool = True
 
 
@@ -73,7 +67,7 @@ def build(options: BuildOptions, say: Callable[[str], None] = lambda _: None) ->
         _max_length(options, loaded)
         _check_disk(loaded, options, folder)
         codec = None
-        if options.method == "vqkv":
+        if options.request.name != "none":
             say("Preparing the codec")
             codec = _codec(options, loaded)
         quality = _quality(options, loaded, codec, say)
@@ -108,22 +102,17 @@ def write_engine(folder: Path, loaded: LoadedModel, codec: Codec | None, options
 
 
 def _check_options(options: BuildOptions) -> None:
-    if options.method not in METHODS:
-        raise UserError(f"--method {options.method} is unknown: use one of {', '.join(METHODS)}")
+    method, given = options.request.name, options.request.given()
     if options.backend not in BACKENDS:
         raise UserError(f"--backend {options.backend} is unknown: use one of {', '.join(BACKENDS)}")
     if options.out.exists():
         raise UserError(f"--out {options.out} exists already: name another folder or remove it")
-    fit = {"--ratio": options.ratio, "--set": options.settings or None, "--text": options.texts or None}
-    fit |= {"--effort": options.effort, "--context": options.context}
-    if options.method == "none":
-        for name, value in (fit | {"--codec": options.codec}).items():
-            if value is not None:
-                raise UserError(f"{name} has no meaning with --method none, which does not compress: leave it out")
-    if options.codec is not None:
-        for name, value in fit.items():
-            if value is not None:
-                raise UserError(f"{name} cannot change the finished codec of --codec {options.codec}: leave one out")
+    if method == "none" and options.codec is not None:
+        given["--codec"] = options.codec
+    if method == "none" and given:
+        raise UserError(f"{min(given)} has no meaning with --method none, which does not compress: leave it out")
+    if options.codec is not None and given:
+        raise UserError(f"{min(given)} cannot change the finished codec of --codec {options.codec}: leave one out")
 
 
 @contextmanager
@@ -162,40 +151,25 @@ def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
     """The codec given, or one fitted now."""
     from calib import codec as codecs
     from calib.adapter import layer_specs
-    from calib.fit import default_effort, fit_codec
+    from calib.fit import fit_for, fit_identity
     from calib.gguf import cache_folder
-    from calib.texts import pick_context, read_texts
-    from plugins.methods import config_class
 
     specs = layer_specs(loaded.model)
     if options.codec is not None:
         codec = codecs.load(options.codec)
+        if options.request.method not in (None, codec.info.method):
+            raise UserError(
+                f"--codec {options.codec} is of method {codec.info.method}, not {options.request.method}: "
+                "leave --method out"
+            )
         codec.check_model(specs, loaded.sha256)
         codec.config.check_exportable()
         return codec
-    method = config_class(options.method)
-    ratio = method.DEFAULT_RATIO if options.ratio is None else options.ratio
-    config = method.for_layers(ratio, specs).override(options.settings)
-    config.check_exportable()
-    texts = read_texts(options.texts)
-    context = pick_context(options.context, loaded.model.config)
-    effort = options.effort or default_effort()
-    identity = {
-        "kvpack": KVPACK,
-        "model": loaded.sha256,
-        "config": config.to_json(),
-        "texts": [text.sha256 for text in texts],
-        "fit": [effort, options.seed, context],
-    }
+    identity = {"kvpack": KVPACK, "model": loaded.sha256, "fit": fit_identity(options.request, loaded)}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     out = cache_folder() / "codecs" / key
     if not (out / codecs.DESCRIPTION).is_file():
-        fit_codec(
-            *(loaded.model, loaded.tokenizer, config, texts, effort, options.seed, context, out),
-            options.progress,
-            model_name=loaded.name,
-            model_sha256=loaded.sha256,
-        )
+        fit_for(options.request, loaded, out, options.progress, lambda config: config.check_exportable())
     return codecs.load(out)
 
 
@@ -210,7 +184,7 @@ def _quality(
         return None
     say("Measuring what the codec loses")
     context = min(QUALITY_CONTEXT, int(loaded.model.config.max_position_embeddings))
-    texts = read_texts(options.texts)
+    texts = read_texts(options.request.texts)
     windows = token_windows(loaded.tokenizer, texts, context, QUALITY_WINDOWS)
     if not windows:
         return None
@@ -230,6 +204,7 @@ def _write_graph(
     import onnx_ir as ir
     import torch
 
+    from calib import codec as codecs
     from calib.adapter import rope_tables
     from plugins.dense import onnx_body as dense
     from plugins.methods import onnx_body
@@ -241,13 +216,15 @@ def _write_graph(
     ropes = [(cos.numpy(), sin.numpy()) for cos, sin in rope_tables(loaded.model, limit)]
     plans, tables = [], []
     body = onnx_body(codec.info.method) if codec else None
+    observers = set(codecs.observing_layers(codec.config, specs).values()) if codec else set()
     for spec in specs:
         layer = codec.layers.get(spec.layer) if codec else None
         if layer is None or body is None:
-            plans.append(dense.plan(spec, state))
+            observes = codec.config.geometry() if codec and spec.layer in observers else None
+            plans.append(dense.plan(spec, state, observes))
             tables.append({})
         else:
-            plans.append(body.plan(spec, codec.config, state))
+            plans.append(body.plan(spec, codec.config, state, limit))
             tables.append(body.tables(layer))
     model = loaded.model.to(getattr(torch, DTYPES[options.dtype]))
     assembly = Assembly(trace(model), specs, plans, tables, ropes)

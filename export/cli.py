@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from calib.request import add_arguments, from_arguments
 from plugins.errors import UserError
+from plugins.methods import METHODS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,18 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     build = commands.add_parser("build", help="build and verify an engine", description="Build and verify an engine.")
-    build.add_argument("--model", help="Hugging Face folder, .gguf file, hub id, or smollm2 (default, built in)")
-    build.add_argument("--method", default="vqkv", help="vqkv (default), or none for the uncompressed cache")
-    build.add_argument("--ratio", type=float, help="part of the fp16 KV bytes that remains (default 0.172)")
+    add_arguments(build, ("none", *METHODS))
     build.add_argument("--codec", type=Path, help="a codec folder of `python -m calib fit`; without it one is fitted")
-    build.add_argument(
-        "--text", type=Path, nargs="+", default=[], help="texts to fit on (default: Python's own topics)"
-    )
-    build.add_argument("--effort", choices=("quick", "full"), help="of the fit (default: full on a GPU, else quick)")
-    build.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
-                       help="override a field of the method's configuration; may be repeated")  # fmt: skip
-    build.add_argument("--seed", type=int, default=0, help="of the fit")
-    build.add_argument("--context", type=int, help="window length of the fit, in tokens")
     build.add_argument("--backend", default="onnxruntime", help="onnxruntime (default)")
     build.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help="weights and activations")
     build.add_argument("--kv-dtype", choices=("fp16", "fp32"), default="fp16", help="exact rows of the cache")
@@ -71,18 +63,12 @@ def _build(options: argparse.Namespace) -> int:
             BuildOptions(
                 out=options.out,
                 model=options.model,
-                method=options.method,
-                ratio=options.ratio,
+                request=from_arguments(options),
                 codec=options.codec,
                 backend=options.backend,
                 dtype=options.dtype,
                 kv_dtype=options.kv_dtype,
                 max_length=options.max_length,
-                texts=tuple(options.text),
-                effort=options.effort,
-                settings=tuple(options.settings),
-                seed=options.seed,
-                context=options.context,
             ),
             say,
         )

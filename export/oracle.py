@@ -29,7 +29,8 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
 
     request: model, sha256, codec (folder or null), engine (safetensors with the rows the engine stored), sequences
     (token lists), prompts (lengths), picks (positions per sequence), max_length, state_dtype, tie. "codes", int64
-    [n, 3], holds what `LayerCache.compare` counted, per sequence and layer.
+    [n, 3], holds what `LayerCache.compare` counted, per sequence and layer; "selections" the same of
+    `ReferenceModel.compare_selections`, per sequence and step.
     """
     loaded = models.load(request["model"], progress=False)
     if loaded.sha256 != request["sha256"]:
@@ -38,6 +39,7 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
     found = load_file(request["engine"])
     results: dict[str, Tensor] = {}
     counts: list[tuple[int, int, int]] = []
+    sets: list[tuple[int, int, int]] = []
     for number, (tokens, prompt) in enumerate(zip(request["sequences"], request["prompts"], strict=True)):
         if frozen_rope(loaded.model):  # the model itself would use the angles of this prompt's length
             eager = ReferenceModel(loaded.model, None, request["max_length"]).step(tokens[:prompt])
@@ -50,10 +52,16 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
             loaded.model, codec, request["max_length"], getattr(torch, request["state_dtype"]), given
         )
         reference.step(tokens[:prompt])
-        results[f"{number}.decode"] = torch.cat([reference.step([token]) for token in tokens[prompt:]])
+        decoded = []
+        for step, token in enumerate(tokens[prompt:]):
+            selected = selections(found, number, step)
+            decoded.append(reference.step([token], selected))
+            sets.append(reference.compare_selections(selected, request["tie"]))
+        results[f"{number}.decode"] = torch.cat(decoded)
         counts += [reference.caches[layer].compare(rows, request["tie"]) for layer, rows in given.items()]
     if counts:
         results["codes"] = torch.tensor(counts)
+        results["selections"] = torch.tensor(sets)
     return {name: tensor.contiguous() for name, tensor in results.items()}
 
 
@@ -61,6 +69,13 @@ def stored(codec: Codec, found: dict[str, Tensor], prefix: str) -> Any:
     """The stored rows of one sequence and layer, as its LayerCache takes them."""
     state = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
     return methods.reference(codec.info.method).stored_rows(codec.config, state)
+
+
+def selections(found: dict[str, Tensor], sequence: int, step: int) -> dict[int, Tensor]:
+    """Observing layer -> the compressed rows that the engine selected in a decode step."""
+    prefix = f"{sequence}.selected."
+    rows = {int(n.removeprefix(prefix)): t[step].long() for n, t in found.items() if n.startswith(prefix)}
+    return {layer: row[row >= 0] for layer, row in rows.items()}
 
 
 if __name__ == "__main__":

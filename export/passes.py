@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from plugins.contract import HOST_INPUTS, TensorSpec
+from plugins.contract import HOST_INPUTS, OPTIONAL_OUTPUTS, TensorSpec
 from plugins.graph import DOMAIN, NodePlan
 from plugins.layer import LayerSpec
 
@@ -59,14 +59,19 @@ def check_trace(a: Assembly) -> None:
 
 
 def insert_nodes(a: Assembly) -> None:
-    """Needs: one opaque attention per layer. Leaves each replaced by its method's node, with tables and state wired."""
+    """Needs: one opaque attention per layer. Leaves each replaced by its method's node, with tables and state wired.
+
+    An output that is neither "out" nor a state is what later nodes read as an input of that name, the latest one's,
+    and an output of the engine that the host may leave unread.
+    """
     host = _host_inputs(a)
     shared = [_rope_initializers(a.graph, i, pair) for i, pair in enumerate(a.ropes)]
     overloads: dict[tuple, str] = {}
+    carried: dict[str, ir.Value] = {}  # what the layers so far made for later ones
     opaque = [n for n in a.graph if (n.domain, n.op_type) == (DOMAIN, OPAQUE)]
     for node, spec, plan, tables in zip(opaque, a.specs, a.plans, a.tables, strict=True):
         values: dict[str, ir.Value | None] = dict(zip(("q", "k", "v"), node.inputs, strict=True)) | host
-        values |= {"cos": None, "sin": None}
+        values |= carried | {"cos": None, "sin": None}
         if spec.rope is not None:
             values |= dict(zip(("cos", "sin"), shared[spec.rope], strict=True))
         for name, array in tables.items():
@@ -94,10 +99,18 @@ def insert_nodes(a: Assembly) -> None:
         out = node.outputs[0]
         new.outputs[0].name, new.outputs[0].type, new.outputs[0].shape = f"{out.name}_kv", out.type, out.shape
         for output, name in zip(new.outputs[1:], plan.outputs[1:], strict=True):
-            state = states[name.removesuffix("_out")]
-            output.name, output.type, output.shape = f"{state.name}_out", state.type, state.shape
+            state = states.get(name.removesuffix("_out"))
+            if state is None:
+                _require(name in OPTIONAL_OUTPUTS, "insert_nodes", f"{plan.op} has the unknown output {name!r}")
+                dtype, shape = OPTIONAL_OUTPUTS[name]
+                output.name, output.shape = f"layer{spec.layer}.{name}", ir.Shape(shape)
+                output.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+                a.outputs.append(TensorSpec(output.name, name, dtype, shape))
+                carried[name] = output
+            else:
+                output.name, output.type, output.shape = f"{state.name}_out", state.type, state.shape
+                a.outputs.append(TensorSpec(output.name, "state", _numpy(output.dtype), tuple(_dims(state.shape))))
             a.graph.outputs.append(output)
-            a.outputs.append(TensorSpec(output.name, "state", _numpy(output.dtype), tuple(_dims(state.shape))))
         a.graph.insert_before(node, new)
         out.replace_all_uses_with(new.outputs[0])
         a.graph.remove(node, safe=True)

@@ -84,8 +84,8 @@ def against_model(
         padded = np.stack([np.pad(p, (0, width - len(p)), mode="edge") for p in picks])
         prefill = session.prefill([s[:n] for s, n in zip(sequences, prompts, strict=True)], logits=padded)
         rest = [s[n:] for s, n in zip(sequences, prompts, strict=True)]
-        decode = np.stack([session.decode(tokens) for tokens in zip(*rest, strict=True)], axis=1)  # [B, T, V]
-        rows = stored_rows(session)
+        decode, selected = decode_steps(session, list(zip(*rest, strict=True)))
+        rows = stored_rows(session) | selected
     alone = []
     for tokens, prompt in zip(sequences, prompts, strict=True):
         with engine.session() as session:
@@ -116,7 +116,10 @@ def against_model(
     half = _is_half(artefact.config)
     checks += _closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
     checks += _closeness("batch of 2 against each alone", list(decode), alone, half, LOGITS_DECODE)
-    return checks + (_codes(expected["codes"].sum(0), half) if rows else [])
+    for what in ("codes", "selections"):
+        counts = expected.get(what, np.zeros((1, 3))).sum(0)
+        checks += _agreement(what, counts, half) if counts[0] else []
+    return checks
 
 
 def _is_half(config: dict[str, object]) -> bool:
@@ -141,6 +144,28 @@ def stored_rows(session: Session) -> dict[str, np.ndarray]:
                 used = (number, *(slice(None),) * (spec.row_axis - 1), slice(0, rows))
                 found[f"{number}.{layer}.{name}"] = array[used].copy()
     return found
+
+
+def decode_steps(session: Session, steps: Sequence[Sequence[int]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Decode one token per sequence and step: logits [B, T, V], and which compressed rows the observing layers chose.
+
+    "<sequence>.selected.<layer>" -> int32 [T, M], filled up with -1.
+    """
+    geometry = session.engine.artefact.geometry
+    session.watch_selected = True
+    logits: list[np.ndarray] = []
+    sets: dict[str, list[np.ndarray]] = {}
+    for tokens in steps:
+        counts = geometry.selected(session.lengths) if geometry else ()
+        logits.append(session.decode(tokens))
+        for layer, rows in session.selected.items():
+            for number, count in enumerate(counts):
+                sets.setdefault(f"{number}.selected.{layer}", []).append(rows[number, :count])
+    selected = {}
+    for name, rows in sets.items():
+        width = max(len(row) for row in rows)
+        selected[name] = np.stack([np.pad(row, (0, width - len(row)), constant_values=-1) for row in rows])
+    return np.stack(logits, axis=1), selected
 
 
 def ask_oracle(request: dict[str, object], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -180,16 +205,16 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _codes(counts: np.ndarray, half: bool) -> list[Check]:
-    """counts: codes in all, different, flipped ties. They must equal the reference's but for ties.
+def _agreement(what: str, counts: np.ndarray, half: bool) -> list[Check]:
+    """counts: codes or selections in all, different, flipped ties. They must equal the reference's but for ties.
 
-    Where fp16 is involved the vectors themselves may differ by a rounding: then few codes may differ at all.
+    Where fp16 is involved what they are made from may differ by a rounding: then few may differ at all.
     """
     total, wrong, flips = (int(count) for count in counts)
-    detail = f"{flips} flipped ties and {wrong} other differences in {total:,} codes"
+    detail = f"{flips} flipped ties and {wrong} other differences in {total:,} {what}"
     if half:
-        return [Check.at_most("share of codes that differ and are no ties", wrong / total, FP16_CODES, detail)]
-    return [Check.at_most("codes that differ and are no ties", wrong, 0, detail)]
+        return [Check.at_most(f"share of {what} that differ and are no ties", wrong / total, FP16_CODES, detail)]
+    return [Check.at_most(f"{what} that differ and are no ties", wrong, 0, detail)]
 
 
 def make_canary(engine: Engine, sequences: Sequence[Sequence[int]], prompts: Sequence[int], folder: Path) -> None:

@@ -21,12 +21,11 @@ _EXAMPLES = {"bool": "true", "int": "32", "float": "0.25", "str": "text", "tuple
 class MethodConfig:
     """Base of the methods' public definitions; the fields are the subclass's, plain numbers, words and tuples of ints.
 
-    METHOD: the method's name. DEFAULT_RATIO: of --ratio. SHAPE: fields that the model fixes, which --set may not change.
+    METHOD: the method's name. SHAPE: fields that the model fixes, which --set may not change.
     Raises UserError when a field has another type than declared.
     """
 
     METHOD: ClassVar[str]
-    DEFAULT_RATIO: ClassVar[float]
     SHAPE: ClassVar[tuple[str, ...]] = ("head_dim",)
 
     def __post_init__(self) -> None:

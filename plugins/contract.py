@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
@@ -18,9 +19,13 @@ HOST_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logit_index": ("int64", ("batch", "picks")),
     "enc_src": ("int32", ("batch", "encode")),
     "enc_dst": ("int32", ("batch", "encode")),
+    "select_len": ("int32", ("batch",)),
+    "select_width": ("int32", ()),
 }
+# Outputs that a host may leave unread, one per layer that has it, with their dtype and shape.
+OPTIONAL_OUTPUTS: dict[str, tuple[str, tuple[str, ...]]] = {"selected": ("int32", ("batch", "selected"))}
 STATE_DTYPES = ("float16", "float32", "int8", "int16", "int32")
-ROW_SYMBOLS = ("rows", "code_rows")
+ROW_SYMBOLS = ("rows", "code_rows", "ref_rows")
 GROWTH = 1.25  # a full cache grows by this factor ...
 CAPACITY_STEP = 256  # ... rounded up to this many tokens
 LIVE_STEP = 32  # `live` is the longest past rounded up to this many tokens
@@ -30,7 +35,7 @@ LIVE_STEP = 32  # `live` is the longest past rounded up to this many tokens
 class TensorSpec:
     """One graph input or output.
 
-    dtype: numpy name. shape: integers or symbols ("batch", "sequence", "picks", "encode", "rows", "code_rows").
+    dtype: numpy name. shape: integers or symbols ("batch", "sequence", "picks", "encode", "selected" and ROW_SYMBOLS).
     alias: for a state input, the output that is written to the same memory; None otherwise.
     """
 
@@ -42,7 +47,7 @@ class TensorSpec:
 
     @property
     def row_symbol(self) -> str | None:
-        """ "rows" or "code_rows" when the tensor grows with the sequence, None when its size is fixed."""
+        """The one of ROW_SYMBOLS by which the tensor grows with the sequence, None when its size is fixed."""
         return next((dim for dim in self.shape if dim in ROW_SYMBOLS), None)
 
     @property
@@ -86,15 +91,15 @@ def row_count(symbol: str, stored: int, geometry: Geometry | None) -> int:
     if symbol == "rows":
         return stored
     if geometry is None:
-        raise ValueError("code_rows needs a geometry")
-    return int(geometry.encoded(stored))
+        raise ValueError(f"{symbol} needs a geometry")
+    return int(geometry.encoded(stored) if symbol == "code_rows" else geometry.references(stored))
 
 
 def state_sizes(capacity: int, geometry: Geometry | None, batch: int = 1) -> dict[str, int]:
     """Sizes of the symbols that a state shape may contain; the last row of each row symbol is the trash row."""
     sizes = {"batch": batch, "rows": capacity + 1}
     if geometry is not None:
-        sizes["code_rows"] = row_count("code_rows", capacity, geometry) + 1
+        sizes |= {symbol: row_count(symbol, capacity, geometry) + 1 for symbol in ("code_rows", "ref_rows")}
     return sizes
 
 
@@ -132,7 +137,12 @@ def break_even(
         tokens = geometry.sinks + geometry.window + blocks * geometry.block
         return dense_bytes(model, tokens) - fixed_bytes - bytes_at(states, tokens, geometry)
 
-    if gain(1) <= gain(0):
+    period = geometry.stride // gcd(geometry.stride, geometry.block) if geometry.stride else 1
+    slope = gain(period) - gain(0)  # the gain repeats with this added: every period holds as many references
+    if slope <= 0:
         return None
-    blocks = max(0, -(gain(0) // (gain(1) - gain(0))))  # gain is linear in the number of blocks
-    return geometry.sinks + geometry.window + blocks * geometry.block
+    short = 0  # blocks from which the gain stays positive
+    for blocks in range(period):
+        if gain(blocks) < 0:
+            short = max(short, blocks + (-gain(blocks) - 1) // slope * period + 1)
+    return geometry.sinks + geometry.window + short * geometry.block

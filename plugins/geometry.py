@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+SELECT_STEP = 32  # the room for selected rows is rounded up to this many
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -73,6 +75,18 @@ class Geometry:
             # float32 products would round differently on another host
             return np.ceil(np.float64(self.select_fraction) * rows - 1e-9).astype(np.int32)
         return rows.astype(np.int32)
+
+    def selection(self, past: np.ndarray, live: int, single: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Code rows that a step reads, int32 [B], and how many its tensors have room for, int32 [].
+
+        past: stored tokens per sequence, int [B], at most `live`. single: the step appends one token; others read all.
+        """
+        room = self.encoded(live)
+        if not single:
+            return self.encoded(past).astype(np.int32), np.array(room, np.int32)
+        count = self.selected(past)
+        width = -(-int(count.max()) // SELECT_STEP) * SELECT_STEP
+        return count, np.array(min(width, room), np.int32)
 
     def slot(self, position: np.ndarray) -> np.ndarray:
         """Row of the exact state that holds `position`."""

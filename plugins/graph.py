@@ -22,6 +22,7 @@ OPSET = 23
 DOMAIN = "kvpack"
 QUERY_TILE = 128  # query rows per attention tile: bounds the score matrix at [B, H, g, 128, N + S]
 ENCODE_TILE = 128  # cache rows encoded at a time
+ROW_TILE = 512  # cache rows rebuilt at a time; fewer when there are many queries
 MASKED = np.float32(-1e30)  # finite, so that a row with nothing to see stays finite
 
 FLOAT, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
@@ -45,6 +46,11 @@ class Body:
 
         return emit
 
+    def several(self, op_type: str, count: int, *inputs: Operand, **attributes: Any) -> list[ir.Value]:
+        """The first `count` outputs of one node."""
+        values = self.tape.op_multi_out(op_type, [self.value(x) for x in inputs], attributes, num_outputs=count)
+        return [self._named(value, f"_{n}") for n, value in enumerate(values)]
+
     def value(self, x: Operand) -> ir.Value | None:
         if x is None or isinstance(x, ir.Value):
             return x
@@ -53,8 +59,8 @@ class Body:
             array = array.astype(np.float32)
         return self._named(self.tape.op("Constant", [], {"value": ir.tensor(array)}))
 
-    def _named(self, value: ir.Value) -> ir.Value:
-        value.name = f"{self.prefix}{len(self.tape.nodes)}"
+    def _named(self, value: ir.Value, suffix: str = "") -> ir.Value:
+        value.name = f"{self.prefix}{len(self.tape.nodes)}{suffix}"
         return value
 
     def inner(self) -> Body:
@@ -202,6 +208,73 @@ class Rows:
     mean_value: ir.Value | None = None
 
 
+@dataclass
+class Summary:
+    """Attention over some rows by themselves, to be merged: out [B, H, g, S, D], and the log of the sum of exp(score)
+    in mass [B, H, g, S, 1]."""
+
+    out: ir.Value
+    mass: ir.Value
+
+
+def summarise(
+    b: Body,
+    heads: LayerSpec,
+    q: ir.Value,
+    count: ir.Value,
+    build: Callable[[Body, ir.Value, ir.Value], tuple[ir.Value, list[ir.Value], ir.Value]],
+    finish: Callable[[Body, list[ir.Value]], ir.Value],
+    widths: Sequence[int],
+) -> Summary:
+    """Attention over `count` rows, int64 [1], that are built a tile at a time: none of them twice, never all at once.
+
+    q [B, H g, S, D], rotated. build(body, start, stop), int64 [1] each, gives the rows' keys [B, H, n, D], rotated,
+    values [B, H or 1, n, w] of the given widths, and bool [B, n]: which a query may see. finish(body, sums) makes the
+    output [B, H, g S, D] of the values' weighted sums [B, H, g S, w]. Everything float32. A sum over tiles runs in the
+    order of the rows and a tile's size depends on S alone.
+    """
+    h, g, d = heads.num_kv_heads, heads.group, heads.head_dim
+    length = b.size(q, 2)
+    query = b.Reshape(b.Mul(q, heads.scale), b.shape(0, h, b.Mul(length, [g]), d))
+    size = b.Max(b.Min(b.Div([QUERY_TILE * ROW_TILE], length), [ROW_TILE]), [32])
+    sides = b.shape(b.size(q, 0), h, b.Mul(length, [g]))
+
+    def everything(t: Body) -> ir.Value:
+        starts = t.Mul(t.Range(0, t.Squeeze(t.Div(t.Sub(t.Add(count, size), [1]), size)), 1), size)
+        inner = t.inner()
+        start = ir.Value(name=f"{inner.prefix}start", type=ir.TensorType(INT64), shape=ir.Shape([]))
+        most, total, *sums = carried = [
+            ir.Value(name=f"{inner.prefix}c{n}", type=ir.TensorType(FLOAT), shape=ir.Shape([None] * 4))
+            for n in range(2 + len(widths))
+        ]
+        first = inner.Unsqueeze(start, [0])
+        key, values, visible = build(inner, first, inner.Min(inner.Add(first, size), count))
+        score = inner.MatMul(query, inner.Transpose(key, perm=[0, 1, 3, 2]))  # [B, H, g S, n]
+        if heads.softcap:
+            score = inner.Mul(inner.Tanh(inner.Div(score, heads.softcap)), heads.softcap)
+        score = inner.Where(inner.Unsqueeze(visible, [1, 2]), score, MASKED)
+        peak = inner.Max(most, inner.ReduceMax(score, [-1]))
+        weight, keep = inner.Exp(inner.Sub(score, peak)), inner.Exp(inner.Sub(most, peak))
+        renewed = [peak, inner.Add(inner.Mul(total, keep), inner.ReduceSum(weight, [-1]))]
+        for before, value in zip(sums, values, strict=True):
+            renewed.append(inner.Add(inner.Mul(before, keep), inner.MatMul(weight, value)))
+        renewed = [inner.Reshape(x, [0, 0, 0, n]) for x, n in zip(renewed, (1, 1, *widths), strict=True)]  # ranks
+        for value in renewed:
+            value.type = ir.TensorType(FLOAT)
+        tile = ir.Graph([*carried, start], renewed, nodes=inner.tape.nodes, name="rows")
+        begin = [t.Expand(MASKED, t.shape(sides, 1))]
+        begin += [t.Expand(np.float32(0), t.shape(sides, width)) for width in (1, *widths)]
+        most, total, *sums = t.several("Scan", len(carried), *begin, starts, body=tile, num_scan_inputs=1)
+        return t.Concat(finish(t, [t.Div(x, total) for x in sums]), t.Add(most, t.Log(total)), axis=-1)
+
+    def nothing(t: Body) -> ir.Value:
+        return t.Expand(np.append(np.zeros(d, np.float32), MASKED), t.shape(sides, d + 1))
+
+    both = when(b, b.Squeeze(b.Greater(count, [0])), everything, nothing, FLOAT)
+    both = b.Reshape(both, b.shape(0, h, g, length, d + 1))
+    return Summary(b.slice(both, 0, d, -1), b.slice(both, d, d + 1, -1))
+
+
 def attention(
     b: Body,
     heads: LayerSpec,
@@ -211,9 +284,11 @@ def attention(
     past: ir.Value,
     new: ir.Value,
     cached: Sequence[Rows],
+    summary: Summary | None = None,
 ) -> ir.Value:
     """Softmax attention of the new tokens over cached rows and, causally, over themselves. All float32.
 
+    summary: what they found in further cached rows.
     q [B, H g, S, D], k and v [B, H, S, D], rotated; past and new int64 [B]. Rows s >= new[b] give 0. -> [B, H g, S, D].
     """
     h, g, d = heads.num_kv_heads, heads.group, heads.head_dim
@@ -222,10 +297,13 @@ def attention(
 
     def tile(t: Body, start: ir.Value, size: ir.Value) -> ir.Value:
         stop = t.Min(t.Add(start, size), length)
-        part = t.slice(queries, start, stop, 3)
         missing = t.Sub(t.Add(start, size), stop)
-        part = t.Pad(part, t.shape(0, 0, missing, 0), None, [-2, -1])  # [B, H, g, t, D]
-        flat = t.Reshape(part, t.shape(0, h, -1, d))  # [B, H, g t, D]
+
+        def rows_of(x: ir.Value) -> ir.Value:
+            """This tile of x [B, H, g, S, n], with zeros in place of missing rows: [B, H, g, t, n]."""
+            return t.Pad(t.slice(x, start, stop, 3), t.shape(0, 0, missing, 0), None, [-2, -1])
+
+        flat = t.Reshape(rows_of(queries), t.shape(0, h, -1, d))  # [B, H, g t, D]
         row = t.Add(t.Range(0, t.Squeeze(size), 1), start)  # index of each query among the new tokens, [t]
         first = t.Max(t.Sub(start, [heads.window - 1]), [0]) if heads.window else [0]
         scores: list[ir.Value] = []
@@ -262,6 +340,8 @@ def attention(
             mask = t.And(mask, near)
         add(dot(flat, t.slice(k, first, stop, 2)), mask)
 
+        if summary is not None:
+            scores.append(rows_of(summary.mass))  # counts as one more row, whose value is summary.out
         weight = t.Softmax(t.Concat(*scores, axis=-1), axis=-1)
         weight = t.Reshape(weight, t.shape(0, h, t.Mul(size, [g]), -1))  # [B, H, g t, n]
         out, offset = None, t.value([0])
@@ -279,7 +359,11 @@ def attention(
                     total = t.MatMul(mass, t.Expand(1.0, t.shape(count, 1)))  # sum; ReduceSum of 0 fails in ORT 1.23
                     term = t.Add(term, t.Mul(total, t.Unsqueeze(rows.mean_value, [1])))
             out = term if out is None else t.Add(out, term)
-        return t.Reshape(out, t.shape(0, h, g, size, d))
+        out = t.Reshape(out, t.shape(0, h, g, size, d))
+        if summary is not None:
+            mass = t.Reshape(t.slice(weight, offset, t.Add(offset, [1]), 3), t.shape(0, h, g, size, 1))
+            out = t.Add(out, t.Mul(mass, rows_of(summary.out)))
+        return out
 
     stacked = tiles(b, length, QUERY_TILE, tile, FLOAT)  # [T, B, H, g, t, D]
     joined = b.Transpose(stacked, perm=[1, 2, 3, 0, 4, 5])

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from plugins.config import MethodConfig
 from plugins.errors import UserError
 
-METHODS = ("deltakv", "vqkv")
+if TYPE_CHECKING:
+    from plugins.config import MethodConfig
+
+DEFAULT_RATIOS = {"deltakv": 0.29, "vqkv": 0.172}
+METHODS = tuple(DEFAULT_RATIOS)
+DEFAULT_METHOD = "deltakv"
 
 
 def config_class(method: str) -> type[MethodConfig]:

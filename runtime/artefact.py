@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from plugins.contract import (
     HOST_INPUTS,
+    OPTIONAL_OUTPUTS,
     STATE_DTYPES,
     TensorSpec,
     break_even,
@@ -50,6 +52,12 @@ class Artefact:
     @property
     def states(self) -> tuple[TensorSpec, ...]:
         return tuple(spec for spec in self.inputs if spec.role == "state")
+
+    @property
+    def selected(self) -> dict[int, str]:
+        """Observing layer -> the output that says which code rows it chose for the layers after it."""
+        names = (spec.name for spec in self.outputs if spec.role == "selected")
+        return {int(name.removeprefix("layer").partition(".")[0]): name for name in names}
 
     @property
     def break_even(self) -> int | None:
@@ -205,9 +213,18 @@ def _check_contract(folder: Path, config: dict[str, Any]) -> Artefact:
         raise refuse(f"the logits do not have the vocabulary of {config['model']['vocab_size']} tokens")
 
     written = {spec.name: spec for spec in outputs if spec.role == "state"}
-    if len(written) + 1 != len(outputs):
+    optional = [spec for spec in outputs if spec.role in OPTIONAL_OUTPUTS]
+    if len(written) + len(optional) + 1 != len(outputs):
         raise refuse("an output is neither the logits nor a state")
-    symbols = {"batch", "rows"} | ({"code_rows"} if geometry is not None else set())
+    for spec in optional:
+        if (spec.dtype, spec.shape) != OPTIONAL_OUTPUTS[spec.role]:
+            dtype, shape = OPTIONAL_OUTPUTS[spec.role]
+            raise refuse(f"{spec.name!r} must be {dtype} {list(shape)}")
+        if not re.fullmatch(rf"layer\d+\.{spec.role}", spec.name):
+            raise refuse(f"the output {spec.name!r} is not named after its layer and role")
+    if len({"select_len", "select_width"} & set(roles)) == 1 or ("select_len" in roles) > (geometry is not None):
+        raise refuse("select_len, select_width and a geometry must come together")
+    symbols = {"batch", "rows"} | ({"code_rows", "ref_rows"} if geometry is not None else set())
     for spec in inputs:
         if spec.role != "state":
             continue

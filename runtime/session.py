@@ -38,6 +38,8 @@ class Session:
     """A cache for `batch` sequences. Made by `Engine.session`; one thread at a time may use it.
 
     lengths: tokens stored per sequence, int32 [B]. nbytes: bytes of the cache as allocated.
+    watch_selected: whether the next steps keep in `selected` which code rows each observing layer chose, int32
+        [B, M] by layer; of sequence b the first `Geometry.selected` of its stored tokens count, in a step of one token.
     pending: tokens that `generate` produced and has not stored yet; its next call stores them first.
     chat: the messages so far, when the session was given messages.
     """
@@ -48,6 +50,8 @@ class Session:
         self.batch = batch
         self.lengths = np.zeros(batch, np.int32)
         self.nbytes = 0
+        self.watch_selected = False
+        self.selected: dict[int, np.ndarray] = {}
         self.pending: list[int] = []
         self.chat: list[dict[str, str]] = []
         self.closed = False
@@ -268,10 +272,19 @@ class Session:
         }
         if "enc_src" in self._names:
             feeds["enc_src"], feeds["enc_dst"] = artefact.geometry.schedule(past, new, self._state.code_rows - 1)
+        if "select_len" in self._names:
+            single = tokens.shape[1] == 1
+            feeds["select_len"], feeds["select_width"] = artefact.geometry.selection(past, live, single)
+        chosen = {}
+        if self.watch_selected:
+            shape = (self.batch, int(feeds.get("select_width", 0)))
+            chosen = {layer: np.empty(shape, np.int32) for layer in artefact.selected}
         logits = np.empty((*picks.shape, artefact.vocab_size), np.float32)  # [B, P, V]
         for role, name in self._names.items():
             self._binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(feeds[role]))
         self._binding.bind_ortvalue_output(self._logits, OrtValue.ortvalue_from_numpy(logits))
+        for layer, rows in chosen.items():
+            self._binding.bind_ortvalue_output(artefact.selected[layer], OrtValue.ortvalue_from_numpy(rows))
         self._options = options = RunOptions()
         try:
             self.engine.inference.run_with_iobinding(self._binding, options)
@@ -285,7 +298,9 @@ class Session:
             raise StepFailed(f"{step} failed inside ONNX Runtime ({reason}): {mend}.") from error
         finally:
             self._options = None
-        self.lengths = past + new
+            if chosen:
+                self._bind_state()  # without the outputs of this step's shape
+        self.lengths, self.selected = past + new, chosen
         return logits
 
 

@@ -11,6 +11,8 @@ from plugins.contract import TensorSpec, row_count, state_sizes
 from plugins.errors import UserError
 from plugins.geometry import Geometry
 
+INDEX_DTYPES = ("int16", "int32")  # of states that hold reference ordinals
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -95,9 +97,19 @@ class State:
         for spec in self.specs:
             array = self.array(spec.name)
             noise = rng.standard_normal(4099).clip(-3, 3)  # prime, so that the pattern differs between rows
-            if spec.dtype.startswith("int"):
+            if spec.dtype == "int8":
                 noise = rng.integers(-128, 128, noise.size)
-            self._put(spec.name, np.resize(noise.astype(spec.dtype), array.size).reshape(array.shape))
+            content = np.resize(noise.astype(spec.dtype), array.size).reshape(array.shape)
+            self._put(spec.name, self._ordinals(spec, array.shape, rng) if spec.dtype in INDEX_DTYPES else content)
+
+    def _ordinals(self, spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+        """Random references that each code row may name: of row j the sinks and those up to j."""
+        geometry = self.geometry
+        if geometry is None or not geometry.stride:
+            return np.zeros(shape, spec.dtype)
+        last = np.arange(shape[spec.row_axis]) // geometry.stride + geometry.sinks
+        last = np.minimum(last, np.iinfo(spec.dtype).max).reshape(-1, *(1,) * (len(shape) - spec.row_axis - 1))
+        return rng.integers(0, last, shape, spec.dtype, endpoint=False)
 
     def release(self) -> None:
         self._values, self._arrays = {}, {}

@@ -6,8 +6,10 @@ import torch
 from families import VOCAB, tiny
 
 from calib.codec import Codec, CodecInfo
-from calib.quality import Prefill, Score, bootstrap, compressed_mask, decode, measure, prefill
+from calib.quality import Prefill, Score, bootstrap, compressed_mask, decode, measure, prefill, selected_mask
 from calib.reference import ReferenceModel
+from plugins.deltakv.config import DeltaKVConfig
+from plugins.deltakv.reference import LayerCodec as DeltaKVLayer
 from plugins.geometry import Geometry
 from plugins.vqkv import VQKVConfig
 from plugins.vqkv.reference import LayerCodec, Quantiser
@@ -33,6 +35,23 @@ def random_codec(layers, **changes) -> Codec:
 
     made = {layer: LayerCodec(config, side(12, (8, 4)), side(8, (8,))) for layer in layers}
     return Codec(CodecInfo("vqkv", config, {}, [], "quick", 0, 64, 0), made)
+
+
+def deltakv_codec(layers, **changes) -> Codec:
+    settings = {"latent_dim": 32, "stride": 4, "neighbors": 2, "sinks": 2, "window": 8, "block": 4}
+    config = DeltaKVConfig(head_dim=32, kv_heads=2, **(settings | changes))
+    generator = torch.Generator().manual_seed(1)
+
+    def table(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name == "compress":
+            return torch.linalg.qr(torch.randn(shape, generator=generator)).Q
+        return torch.randn(shape, generator=generator) * shape[0] ** -0.5
+
+    made = {}
+    for layer in layers:
+        tables = {name: table(name, shape) for name, shape in DeltaKVLayer.shapes(config, 2).items()}
+        made[layer] = DeltaKVLayer(config, **(tables | {"decompress": tables["compress"].T.contiguous()}))
+    return Codec(CodecInfo("deltakv", config, {}, [], "quick", 0, 64, 0), made)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "phi3", "smollm3"])
@@ -62,6 +81,57 @@ def test_all_tokens_at_once_equal_tokens_fed_one_by_one_through_the_reference_ca
     one_by_one = torch.cat([reference.step([token]) for token in ids[0, 36:].tolist()])
     torch.testing.assert_close(at_once, one_by_one, atol=5e-4, rtol=1e-4)
     assert (at_once - start.logits[0]).abs().max() > 0.1  # the codes do change the result
+
+
+@pytest.mark.parametrize(
+    ("family", "full", "changes"),
+    [
+        ("llama", (), {"latent_bits": 4}),
+        ("llama", (0,), {"latent_bits": 16, "compressor": "swiglu", "hidden": 24}),
+        ("qwen2", (0, 2), {"latent_bits": 2, "latent_group": 8, "select_fraction": 0.3}),
+        ("llama", (0,), {"latent_bits": 8, "select_count": 5, "reference_bits": 8}),
+        ("llama", (0, 1), {"latent_bits": 4, "select_count": 1000}),
+        ("gemma2", (1,), {"latent_bits": 4}),
+        ("smollm3", (0, 2), {"latent_bits": 4, "select_fraction": 0.2}),
+    ],
+)
+def test_deltakv_at_once_equals_tokens_fed_one_by_one(family, full, changes):
+    model, ids = tiny(family), tokens(1, 60)
+    sliding = (0, 2) if family == "gemma2" else ()
+    layers = [layer for layer in range(4) if layer not in full + sliding]
+    codec = deltakv_codec(layers, full_layers=full, **changes)
+    start = prefill(model, ids, 24)
+    at_once = decode(model, start, codec)[0]
+    reference = ReferenceModel(model, codec, 64)
+    reference.step(ids[0, :36].tolist())
+    one_by_one = torch.cat([reference.step([token]) for token in ids[0, 36:].tolist()])
+    torch.testing.assert_close(at_once, one_by_one, atol=1e-3, rtol=1e-3)
+    assert (at_once - start.logits[0]).abs().max() > 0.05
+    if codec.config.selects and changes.get("select_count") != 1000:
+        everything = deltakv_codec(layers, full_layers=full, **{k: v for k, v in changes.items() if "select" not in k})
+        assert (decode(model, start, everything)[0] - at_once).abs().max() > 0.05
+
+
+def test_windows_of_a_batch_choose_what_they_read_by_themselves():
+    model, ids = tiny("llama"), tokens(3, 60)
+    codec = deltakv_codec((1, 2, 3), full_layers=(0,), select_fraction=0.25)
+    together = decode(model, prefill(model, ids, 24), codec)
+    alone = torch.cat([decode(model, prefill(model, ids[row : row + 1], 24), codec) for row in range(3)])
+    torch.testing.assert_close(together, alone, atol=1e-3, rtol=1e-3)
+
+
+def test_a_query_reads_the_rows_that_receive_most_and_the_lower_of_equals():
+    geometry = Geometry(sinks=2, window=4, block=2, select_count=2)
+    coded = compressed_mask(geometry, 12, 14)
+    assert coded.sum(1).tolist() == [6, 6]
+    received = torch.tensor(
+        [[9.0, 9, 1, 3, 3, 0, 3, 2, 9, 9, 9, 9, 9, 9], [9.0, 9, 0, 0, 0, 0, 0, 0, 9, 9, 9, 9, 9, 9]]
+    )
+    read = selected_mask(geometry, received[None], coded, 12)[0]
+    assert [row.nonzero()[:, 0].tolist() for row in read] == [[3, 4], [2, 3]]
+    quarter = Geometry(sinks=2, window=4, block=2, select_fraction=0.2)  # 0.2 of 6 rows, rounded up
+    assert selected_mask(quarter, received[None], coded, 12).sum(-1).tolist() == [[2, 2]]
+    assert selected_mask(quarter, received[None, :, :7], compressed_mask(geometry, 5, 7), 5).sum() == 0
 
 
 def test_the_mask_marks_what_is_coded_once_the_query_is_fed():
@@ -107,3 +177,10 @@ def test_measuring_counts_every_window_once():
     seen = []
     score = measure(tiny("llama"), random_codec([0]), tokens(3, 60).tolist(), 24, lambda: seen.append(1))
     assert len(score.kl) == len(seen) == 3 and min(score.kl) > 0
+
+
+def test_a_batch_of_windows_scores_as_they_do_one_at_a_time():
+    windows, codec = tokens(5, 60).tolist(), random_codec([0, 2])
+    alone, batched = measure(tiny("llama"), codec, windows, 24), measure(tiny("llama"), codec, windows, 24, batch=2)
+    np.testing.assert_allclose(alone.kl, batched.kl, rtol=1e-3)
+    np.testing.assert_allclose(alone.coded, batched.coded, rtol=1e-4)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from families import VOCAB, tiny
@@ -139,3 +141,65 @@ def test_a_model_without_a_known_output_projection_is_refused():
 
     with pytest.raises(UserError, match="layer 0 of Attention has no output projection .* value_weighting=false"):
         output_metric(Attention(), 0, 2, 32)
+
+
+# -- whole windows
+
+
+SINKS, WINDOW = 2, 8
+
+
+def statistics(call, model, asked, seed=0):
+    seen = recording._ask(call, asked, SINKS, WINDOW)
+    weight = model.model.layers[call.layer].self_attn.o_proj.weight
+    return recording.output_statistics(call, seen, asked, weight, torch.Generator().manual_seed(seed)), weight
+
+
+def outputs(call, weight):
+    """The attention block's output for every query: float64 [S, hidden]."""
+    parts = {name: getattr(call, name).double() for name in ("q", "k", "v")}
+    return exact(dataclasses.replace(call, **parts))[0].transpose(0, 1).flatten(1) @ weight.T.double()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "smollm3"])
+def test_the_metric_says_how_much_an_error_of_each_far_token_changes_the_output(family, monkeypatch):
+    monkeypatch.setattr(recording, "PAIRS", 2000)
+    model = tiny(family)
+    call, asked = first_call(model), torch.tensor([15, 22, 31, 39])
+    (metric, energy), weight = statistics(call, model, asked)
+    before = outputs(call, weight)
+    assert energy == pytest.approx(float(before[asked].square().sum(1).mean()), rel=1e-4)
+    error = 1e-3 * torch.randn(32, generator=torch.Generator().manual_seed(1))
+    for side in ("k", "v"):
+        for head in range(2):
+            changed = 0.0
+            for j in range(SINKS, 40 - WINDOW):
+                moved = dataclasses.replace(call, **{side: getattr(call, side).double()})
+                getattr(moved, side)[0, head, j] += error
+                far = asked[asked - j >= WINDOW]
+                changed += float((outputs(moved, weight) - before)[far].square().sum()) / len(asked)
+            block = metric[head if side == "k" else 2 + head]
+            assert float(error @ block @ error) == pytest.approx(changed, rel=0.05 if side == "k" else 1e-3)
+
+
+def test_whole_windows_are_recorded_before_rope():
+    model, texts = tiny("llama"), windows(2, 30)
+    seen = recording.record_windows(model, texts, [1], 8, SINKS, WINDOW, seed=0, attention=True)[1]
+    call = first_call(model, 30)
+    assert seen.rows.shape == (2, 30, 128) and seen.metric.shape == (4, 32, 32)
+    for number, ids in enumerate(texts):
+        cache = model(input_ids=torch.tensor([ids]), use_cache=True).past_key_values.layers[1]
+        keys = seen.rows[number, :, :64].view(30, 2, 32).transpose(0, 1)[None]
+        torch.testing.assert_close(rotate(keys, call.cos, call.sin), cache.keys, atol=1e-4, rtol=1e-4)
+        values = seen.rows[number, :, 64:].view(30, 2, 32).transpose(0, 1)[None]
+        torch.testing.assert_close(values, cache.values, atol=1e-4, rtol=1e-4)
+    assert seen.attention.shape == (2, 4, 8, 30) and int(seen.asked.min()) >= SINKS + WINDOW
+    torch.testing.assert_close(seen.attention.sum(-1), torch.ones(2, 4, 8))
+
+
+def test_records_of_windows_do_not_depend_on_the_other_layers():
+    model, texts = tiny("llama"), windows(2, 40)
+    both = recording.record_windows(model, texts, [0, 2], 8, SINKS, WINDOW, seed=3)
+    alone = recording.record_windows(model, texts, [2], 8, SINKS, WINDOW, seed=3)
+    assert torch.equal(both[2].metric, alone[2].metric) and torch.equal(both[2].rows, alone[2].rows)
+    assert both[2].energy == alone[2].energy and both[2].attention is None

@@ -24,7 +24,7 @@ from runtime import Engine
 from runtime.artefact import Artefact, fp16_bytes, state_bytes, write_config
 from runtime.cli import main as runtime_main
 
-SMALL = ["--set", "k_entries=16", "--set", "v_entries=16", "--context", "256"]
+SMALL = ["--method", "vqkv", "--set", "k_entries=16", "--set", "v_entries=16", "--context", "256"]
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +151,20 @@ def test_bad_input_gives_one_sentence_and_leaves_nothing_behind(
     short = tmp_path / "short.txt"
     short.write_text("too short", encoding="utf-8")
     cases = {
-        "0.9": ["--ratio", "0.9"],
+        "0.9": ["--method", "vqkv", "--ratio", "0.9"],
         "0.001": ["--ratio", "0.001"],
+        "1.2": ["--ratio", "1.2"],
         "--ratio has no meaning": ["--method", "none", "--ratio", "0.2"],
         "--effort has no meaning": ["--method", "none", "--effort", "full"],
         "zstd": ["--method", "zstd"],
         "tensorrt": ["--backend", "tensorrt"],
         "k_colour": ["--set", "k_colour=3"],
-        "k_entries=1024": ["--set", "k_entries=1024"],
+        "k_entries=1024": ["--method", "vqkv", "--set", "k_entries=1024"],
+        "latent_bits=5": ["--set", "latent_bits=5"],
+        "two ways": ["--set", "select_count=9", "--select-fraction", "0.5"],
+        "select_fraction=2": ["--select-fraction", "2"],
+        "no meaning with --method vqkv": ["--method", "vqkv", "--select-count", "64"],
+        "leave --fit out": ["--method", "vqkv", "--fit", "quality"],
         "short": ["--text", short],
         "nowhere.txt": ["--text", tmp_path / "nowhere.txt"],
         "100000": ["--max-length", "100000"],

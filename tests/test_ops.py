@@ -2,118 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
+from ops import CAPACITY, DIM, FLOAT, HALF, HEADS, STEPS, Op, layer, rope_tables, run, twice
 
 from plugins.dense import onnx_body as dense
 from plugins.dense.reference import LayerCache as DenseCache
-from plugins.graph import NodePlan
 from plugins.layer import LayerSpec
 from plugins.vqkv import onnx_body as vqkv
 from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.reference import LayerCache as VQKVCache
 from plugins.vqkv.reference import LayerCodec, Quantiser
-
-HEADS, DIM, LIMIT, CAPACITY = 2, 16, 256, 64
-FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
-# appended tokens per sequence and step: ragged prefills, idle sequences, chunks with a past, single tokens
-STEPS = [[5, 1, 20], [1, 1, 1], [0, 3, 2], [1, 0, 1], [4, 7, 1], [12, 1, 0], [1, 9, 9], *[[1, 1, 1]] * 8]
-
-
-def layer(group: int = 3, rotary_dim: int = 8, **changes: float) -> LayerSpec:
-    rope = 0 if rotary_dim else None
-    return LayerSpec(0, HEADS * group, HEADS, DIM, 0.25, rope=rope, rotary_dim=rotary_dim, **changes)
-
-
-def rope_tables(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [LIMIT, rotary_dim / 2]."""
-    frequency = 0.7 ** torch.arange(rotary_dim // 2)
-    angle = torch.arange(LIMIT)[:, None] * frequency
-    return angle.cos(), angle.sin()
-
-
-class Op:
-    """One node in a graph of its own, with its state."""
-
-    def __init__(self, plan: NodePlan, batch: int, tables: dict[str, np.ndarray], code_rows: int = 0) -> None:
-        ints = {"past_len": 1, "new_len": 1, "live": 0, "enc_src": 2, "enc_dst": 2}
-        inputs = []
-        for name in plan.inputs:
-            if name in ("cos", "sin") and name not in tables:
-                inputs.append(None)
-                continue
-            dtype, rank = FLOAT, 4
-            if name in ints:
-                dtype, rank = ir.DataType.INT32, ints[name]
-            elif name in plan.states:
-                dtype = plan.states[name][0]
-            elif name in tables:
-                rank = tables[name].ndim
-            inputs.append(ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([None] * rank)))
-        node = ir.Node("kvpack", plan.op, inputs, num_outputs=len(plan.outputs))
-        for value, name in zip(node.outputs, plan.outputs, strict=True):
-            dtype = FLOAT if name == "out" else plan.states[name.removesuffix("_out")][0]
-            value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([None] * 4)
-        graph = ir.Graph(
-            [x for x in inputs if x is not None],
-            node.outputs,
-            nodes=[node],
-            opset_imports={"": 23, "kvpack": 1},
-            name="one",
-        )
-        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.function("")]))
-        onnx.checker.check_model(proto)
-        self.session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-        self.names = {value.name for value in self.session.get_inputs()}
-        self.tables = tables
-        sizes = {"batch": batch, "rows": CAPACITY + 1, "code_rows": code_rows}
-        self.state = {
-            name: np.zeros([sizes.get(d, d) for d in shape], dtype.numpy())
-            for name, (dtype, shape) in plan.states.items()
-        }
-
-    def step(self, **feeds: np.ndarray) -> np.ndarray:
-        feeds |= self.tables | self.state
-        out, *state = self.session.run(None, {name: x for name, x in feeds.items() if name in self.names})
-        self.state = dict(zip(self.state, state, strict=True))
-        return out
-
-
-def run(op: Op, references: Sequence[DenseCache | VQKVCache], spec: LayerSpec, steps: Sequence[Sequence[int]] = STEPS,
-        config: VQKVConfig | None = None) -> float:  # fmt: skip
-    """Feed both the same random tokens; returns the largest difference of their outputs."""
-    generator = torch.Generator().manual_seed(1)
-    batch = len(references)
-    past, worst = np.zeros(batch, np.int32), 0.0
-    for counts in steps:
-        new = np.array(counts, np.int32)
-        q, k, v = (torch.randn(batch, h, max(new), DIM, generator=generator) for h in (spec.num_heads, HEADS, HEADS))
-        feeds = {
-            "q": q.numpy(), "k": k.numpy(), "v": v.numpy(), "past_len": past, "new_len": new,
-            "live": np.array(min(-(-past.max() // 8) * 8, CAPACITY), np.int32),
-        }  # fmt: skip
-        if config:
-            trash = config.geometry().encoded(CAPACITY)
-            feeds["enc_src"], feeds["enc_dst"] = config.geometry().schedule(past, new, trash)
-        out = op.step(**feeds)
-        assert np.isfinite(out).all()
-        for b, n in enumerate(new):
-            assert (out[b, :, n:] == 0).all()  # padding gives zeros
-            if n:
-                expected = references[b].step(*(x[b : b + 1, :, :n] for x in (q, k, v)))
-                worst = max(worst, float(np.abs(expected.numpy()[0] - out[b, :, :n]).max()))
-        past = past + new
-    return worst
-
-
-def twice(tables: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.cat((t, t), -1) for t in tables)
 
 
 @pytest.mark.parametrize("window", [0, 1, 7])
@@ -154,7 +55,7 @@ def vqkv_setup(
     codec = LayerCodec(config, *(random_side(config, side, generator) for side in "kv"))
     tables = rope_tables(spec.rotary_dim)
     feeds = vqkv.tables(codec) | dict(zip(("cos", "sin"), (t.numpy() for t in tables), strict=True))
-    op = Op(vqkv.plan(spec, config, state), batch, feeds, config.geometry().encoded(CAPACITY) + 1)
+    op = Op(vqkv.plan(spec, config, state), batch, feeds, config.geometry())
     return op, [VQKVCache(spec, twice(tables), codec) for _ in range(batch)]
 
 
@@ -176,7 +77,7 @@ def test_vqkv_attention_and_its_codes_equal_the_reference(shape: str, tables: st
     config = VQKVConfig(**(SMALL | SHAPES[shape]), key_space=key_space, tables=tables)
     spec = layer()
     op, references = vqkv_setup(config, spec, 3)
-    assert run(op, references, spec, config=config) < 5e-6
+    assert run(op, references, spec, geometry=config.geometry()) < 5e-6
     for b, reference in enumerate(references):
         for side, own in zip(("k", "v"), reference.codes, strict=True):
             entries = getattr(config, f"{side}_entries")

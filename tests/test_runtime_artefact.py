@@ -15,6 +15,7 @@ import tiny_artefact as tiny
 
 from plugins.contract import break_even, bytes_at, dense_bytes
 from plugins.errors import UserError
+from plugins.geometry import Geometry
 from runtime.artefact import Artefact, digest_of, write_config
 from runtime.engine import Engine
 
@@ -214,6 +215,28 @@ def test_a_contract_that_cannot_be_run_is_refused(folder: Path, change: Callable
     assert "config.json" in sentence and "python -m export" in sentence
 
 
+def _output(config: dict[str, Any], role: str) -> dict[str, Any]:
+    return next(spec for spec in config["outputs"] if spec["role"] == role)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: c["inputs"].remove(_role(c, "select_len")), "must come together"),
+        (lambda c: c["inputs"].remove(_role(c, "select_width")), "must come together"),
+        (lambda c: _role(c, "select_width").update(shape=["batch"]), "'select_width' must be int32 []"),
+        (lambda c: _output(c, "selected").update(dtype="int64"), "'layer0.selected' must be int32"),
+        (lambda c: _output(c, "selected").update(shape=["batch", 8]), "'layer0.selected' must be int32"),
+        (lambda c: _output(c, "selected").update(name="chosen"), "not named after its layer and role"),
+    ],
+)
+def test_a_selection_that_cannot_be_run_is_refused(tmp_path: Path, change: Callable, complaint: str) -> None:
+    folder = tiny.make(tmp_path / "selecting", geometry=tiny.SELECTING)
+    assert Artefact.open(folder).selected == {0: "layer0.selected"}
+    rewrite(folder, change)
+    assert complaint in refusal(folder)
+
+
 def open_refusal(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
         Engine.open(folder, threads=1)
@@ -292,18 +315,28 @@ def test_a_model_that_is_no_model_is_refused(folder: Path) -> None:
         assert "model.onnx" in open_refusal(folder)
 
 
-def test_the_break_even_length_is_where_fixed_and_code_bytes_undercut_fp16(folder: Path) -> None:
-    artefact = Artefact.open(folder)
+@pytest.mark.parametrize(("block", "stride"), [(3, 0), (3, 4), (1, 5), (4, 6), (4, 2)])
+def test_the_break_even_length_is_where_fixed_and_code_bytes_undercut_fp16(
+    tmp_path: Path, block: int, stride: int
+) -> None:
+    geometry = Geometry(sinks=2, window=5, block=block, stride=stride)
+    artefact = Artefact.open(tiny.make(tmp_path / "engine", geometry=geometry))
     model = {"num_layers": 1, "num_kv_heads": 1, "head_dim": tiny.WIDTH}
 
     def total(tokens: int, fixed: int) -> int:
-        return fixed + bytes_at(artefact.states, tokens, artefact.geometry)
+        return fixed + bytes_at(artefact.states, tokens, geometry)
 
     for fixed in (0, 1000, 5000):
-        length = break_even(artefact.states, artefact.geometry, model, fixed)
+        length = break_even(artefact.states, geometry, model, fixed)
         assert length is not None
-        boundaries = range(7, 2000, 3)  # sinks + window + a multiple of the block
-        good = [tokens for tokens in boundaries if total(tokens, fixed) <= dense_bytes(model, tokens)]
-        assert length == good[0] and good == list(range(good[0], 2000, 3))
-    dense = Artefact.open(tiny.make(folder.parent / "dense"))
+        boundaries = range(7, 2000, block)  # sinks + window + a multiple of the block
+        bad = [tokens for tokens in boundaries if total(tokens, fixed) > dense_bytes(model, tokens)]
+        assert length == (bad[-1] + block if bad else 7) and length < 1900
+    dense = Artefact.open(tiny.make(tmp_path / "dense"))
     assert dense.break_even is None
+
+
+def test_states_that_never_undercut_fp16_have_no_break_even_length(tmp_path: Path) -> None:
+    geometry = Geometry(sinks=2, window=5, block=1, stride=1)  # every row is kept twice
+    artefact = Artefact.open(tiny.make(tmp_path / "engine", geometry=geometry))
+    assert break_even(artefact.states, geometry, {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1}, 0) is None

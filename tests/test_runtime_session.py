@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import tiny_artefact as tiny
 
-from plugins.contract import CAPACITY_STEP, bytes_at
+from plugins.contract import CAPACITY_STEP, TensorSpec, bytes_at
 from plugins.errors import UserError
+from plugins.geometry import Geometry
 from runtime.artefact import state_bytes
 from runtime.engine import Engine
 from runtime.session import ContextOverflow, Interrupted, StepFailed
+from runtime.state import State
 
 LIMIT = 1500
-KINDS = {"dense": None, "coded": tiny.SMALL}
+KINDS = {"dense": None, "coded": tiny.SMALL, "with references": tiny.SELECTING}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -313,6 +315,53 @@ def test_state_memory_is_updated_in_place(engine: Engine) -> None:
         session.prefill(prompt(3))
         assert session.state(name).ctypes.data == address
         assert not np.array_equal(session.state(name), before)
+
+
+def test_the_rows_that_a_step_selects_are_kept_when_watched(tmp_path: Path) -> None:
+    geometry = tiny.SELECTING
+    with Engine.open(tiny.make(tmp_path / "e", geometry=geometry), threads=1) as engine:
+        assert engine.artefact.selected == {0: "layer0.selected"}
+        with engine.session(batch=2) as session:
+            session.prefill([prompt(400), prompt(150)])
+            assert session.selected == {}
+            session.watch_selected = True
+            for counts in ([1, 1], [2, 3], [1, 0], [1, 1]):
+                past = session.lengths.astype(np.int64)
+                logits = session.step([prompt(n, seed=n) for n in counts])
+                assert logits.shape == (2, 1, tiny.VOCAB)
+                rows = (past - 7) // 3 * 3  # beyond sinks and window, in whole blocks
+                expected = np.ceil(0.3 * rows).astype(int) if max(counts) == 1 else rows
+                live = -(-int(past.max()) // 32) * 32
+                room = (live - 7) // 3 * 3
+                width = min(-(-int(expected.max()) // 32) * 32, room) if max(counts) == 1 else room
+                got = session.selected[0]
+                assert got.shape == (2, width) and got.dtype == np.int32
+                for sequence, count in enumerate(expected):
+                    assert got[sequence].tolist() == [*range(count)] + [-1] * (width - count)
+            session.watch_selected = False
+            session.decode(prompt(2))
+            assert session.selected == {}
+
+
+def test_the_first_watched_step_of_an_empty_cache_selects_nothing(tmp_path: Path) -> None:
+    folder = tiny.make(tmp_path / "e", geometry=tiny.SELECTING)
+    with Engine.open(folder, threads=1) as engine, engine.session() as session:
+        session.watch_selected = True
+        for token in prompt(3):
+            session.decode([token])
+            assert session.selected[0].shape[0] == 1 and (session.selected[0] == -1).all()
+
+
+def test_synthetic_content_names_only_references_that_exist() -> None:
+    geometry = Geometry(sinks=4, window=16, block=8, stride=10)
+    spec = TensorSpec("index", "state", "int16", ("batch", 1, "code_rows", 3), "index_out")
+    state = State([spec], geometry, batch=2)
+    state.allocate(2000)
+    state.fill()
+    named = state.array("index")
+    last = 4 + np.arange(named.shape[2]) // 10  # the sinks, and one reference for every ten rows begun
+    assert (named >= 0).all() and (named < last[:, None]).all()
+    assert len(np.unique(named[..., -500:, :])) > 150
 
 
 def test_missing_folder_provider_and_threads_are_one_sentence(tmp_path: Path, engine: Engine) -> None:

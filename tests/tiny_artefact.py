@@ -2,8 +2,9 @@
 
 Token t is the integer vector E[t]; position p attends causally to everything before it with weight 1 + p % 7, so
     hidden[p] = sum over q <= p of (1 + q % 7) * E[token_q]        logits[p] = hidden[p] @ W + bias.
-`dense` keeps E[token] in one fp16 state; `coded` keeps sinks and a ring in one and int8 codes (E itself) in another.
-Both must give the same logits, bit for bit, at every length.
+`dense` keeps E[token] in one fp16 state; `coded` keeps sinks and a ring in one and int8 codes (E itself) in another;
+with a stride, every stride-th code row is read from a third state. With a selection there is an output "selected": 0,
+1, ..., select_len - 1, then -1. All must give the same logits, bit for bit, at every length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import onnx
 from onnx import numpy_helper, parser
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from plugins.contract import HOST_INPUTS, TensorSpec
+from plugins.contract import HOST_INPUTS, OPTIONAL_OUTPUTS, TensorSpec
 from plugins.geometry import Geometry
 from runtime.artefact import write_config
 
@@ -27,6 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ bos_token }}assistant\n{% endif %}"
 )
 SMALL = Geometry(sinks=2, window=5, block=3)
+SELECTING = Geometry(sinks=2, window=5, block=3, stride=4, select_fraction=0.3)
 
 
 def tokenizer() -> Tokenizer:
@@ -155,7 +157,7 @@ _CODED = """
   crows = Gather(cshape, one)
   j = Range(zero, crows, one)
   jrow = Unsqueeze(j, i0)
-  okcode = Less(jrow, coded)
+  okcode = {okcode}
   okcodei = Cast<to=7>(okcode)
   jpos = Add(jrow, sinks)
   jmod = Mod(jpos, seven)
@@ -164,7 +166,7 @@ _CODED = """
   jw2 = Cast<to=1>(jw1)
   jw = Unsqueeze(jw2, i1)
   oldcodes = MatMul(jw, codes3)
-  old = Add(oldexact, oldcodes)
+  {old}
   src = Cast<to=7>(enc_src)
   srci = Unsqueeze(src, i2)
   torow = GatherND<batch_dims=1>(c, srci)
@@ -195,6 +197,54 @@ _CODED = """
   exact_out = Unsqueeze(nexact16, i1)
 """
 
+_REFERENCES = """
+  okcode0 = Less(jrow, coded)
+  jref = Mod(jrow, stride)
+  plain = Greater(jref, zero)
+  refs1 = Cast<to=1>(refs)
+  refs3 = Squeeze(refs1, i1)
+  rshape = Shape(refs3)
+  rrows = Gather(rshape, one)
+  r = Range(zero, rrows, one)
+  rrow = Unsqueeze(r, i0)
+  rcode = Mul(rrow, stride)
+  okref = Less(rcode, coded)
+  okrefi = Cast<to=7>(okref)
+  rpos = Add(rcode, sinks)
+  rmod = Mod(rpos, seven)
+  rw0 = Add(rmod, one)
+  rw1 = Mul(rw0, okrefi)
+  rw2 = Cast<to=1>(rw1)
+  rw = Unsqueeze(rw2, i1)
+  oldrefs = MatMul(rw, refs3)
+  old0 = Add(oldexact, oldcodes)
+  dmod = Mod(dst, stride)
+  ismult = Equal(dmod, zero)
+  ctrash = Sub(crows, one)
+  used = Less(dst, ctrash)
+  isref = And(ismult, used)
+  rtarget0 = Div(dst, stride)
+  rtrash = Sub(rrows, one)
+  rtarget = Where(isref, rtarget0, rtrash)
+  rdst1 = Unsqueeze(rtarget, i1)
+  rdst2 = Unsqueeze(rdst1, im1)
+  torow16 = Cast<to=10>(torow)
+  refsnew = Unsqueeze(torow16, i1)
+  rsize = Shape(refsnew)
+  rdstx = Expand(rdst2, rsize)
+  refs_out = ScatterElements<axis=2>(refs, rdstx, refsnew)
+"""
+_SELECTED = """
+  slen = Cast<to=7>(select_len)
+  slenc = Unsqueeze(slen, i1)
+  swidth = Cast<to=7>(select_width)
+  slots = Range(zero, swidth, one)
+  slotsr = Unsqueeze(slots, i0)
+  chosen = Less(slotsr, slenc)
+  rows64 = Where(chosen, slotsr, minus)
+  layer0_selected = Cast<to=6>(rows64)
+"""
+
 
 def _order(body: str) -> str:
     """Topological order, so that the text above may be read in any."""
@@ -212,30 +262,47 @@ def _order(body: str) -> str:
 
 
 def _graph(geometry: Geometry | None) -> tuple[onnx.ModelProto, list[TensorSpec], list[TensorSpec]]:
-    roles = [role for role in HOST_INPUTS if geometry is not None or not role.startswith("enc")]
+    selects, stride = (geometry.selects, geometry.stride) if geometry is not None else (False, 0)
+    roles = [
+        role
+        for role in HOST_INPUTS
+        if not role.startswith(("enc", "select")) or (geometry is not None and (selects or role.startswith("enc")))
+    ]
     if geometry is not None:
         roles.remove("live")
         states = [
             TensorSpec("exact", "state", "float16", ("batch", 1, geometry.dense_rows, WIDTH), "exact_out"),
             TensorSpec("codes", "state", "int8", ("batch", 1, "code_rows", WIDTH), "codes_out"),
         ]
+        if stride:
+            states.append(TensorSpec("refs", "state", "float16", ("batch", 1, "ref_rows", WIDTH), "refs_out"))
     else:
         states = [TensorSpec("cache", "state", "float16", ("batch", 1, "rows", WIDTH), "cache_out")]
     inputs = [TensorSpec(role, role, *HOST_INPUTS[role]) for role in roles] + states
     outputs = [TensorSpec("logits", "logits", "float32", ("batch", "picks", VOCAB))]
     outputs += [TensorSpec(state.alias or "", "state", state.dtype, state.shape) for state in states]
+    if selects:
+        outputs.append(TensorSpec("layer0.selected", "selected", *OPTIONAL_OUTPUTS["selected"]))
 
     def declare(spec: TensorSpec) -> str:
         kind = {"float32": "float"}.get(spec.dtype, spec.dtype)
         shape = f"[{','.join(map(str, spec.shape))}]" if spec.shape else ""
-        return f"{kind}{shape} {spec.name}"
+        return f"{kind}{shape} {spec.name.replace('.', '_')}"
 
     body = _COMMON + (_DENSE if geometry is None else _CODED) + _LOGITS
+    if geometry is not None:
+        plain = {"okcode": "Less(jrow, coded)", "old": "old = Add(oldexact, oldcodes)"}
+        split = {"okcode": "And(okcode0, plain)", "old": "old = Add(old0, oldrefs)"}
+        body = body.format(**(split if stride else plain))
+        body += (_REFERENCES if stride else "") + (_SELECTED if selects else "")
     text = (
         '<ir_version: 9, opset_import: ["": 18]>\n'
         f"tiny ({', '.join(map(declare, inputs))}) => ({', '.join(map(declare, outputs))}) {{\n{_order(body)}\n}}"
     )
     model = parser.parse_model(text)
+    if selects:  # the text format has no dots in names
+        model.graph.output[-1].name = "layer0.selected"
+        next(node for node in model.graph.node if "layer0_selected" in node.output).output[0] = "layer0.selected"
     embed, project, bias = tables()
     constants: dict[str, Any] = {"E": embed, "W": project, "bias": bias, "zero": 0, "one": 1, "two": 2, "seven": 7}
     constants |= {"i0": [0], "i1": [1], "i2": [2], "im1": [-1], "width": [WIDTH]}
@@ -243,6 +310,7 @@ def _graph(geometry: Geometry | None) -> tuple[onnx.ModelProto, list[TensorSpec]
         constants |= {"sinks": geometry.sinks, "ring": geometry.ring, "block": geometry.block}
         constants |= {"reach": geometry.sinks + geometry.window, "oneplus": geometry.sinks + 1}
         constants |= {"exactrows": geometry.dense_rows}
+        constants |= ({"stride": stride} if stride else {}) | ({"minus": -1} if selects else {})
     for name, value in constants.items():
         array = value if isinstance(value, np.ndarray) else np.array(value, np.int64)
         model.graph.initializer.append(numpy_helper.from_array(array, name))

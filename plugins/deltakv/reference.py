@@ -12,11 +12,13 @@ from torch.nn.functional import silu
 from ..attention import attend, causal_mask
 from ..dense.reference import Rope, turn
 from ..layer import LayerSpec
-from .config import DeltaKVConfig
+from .config import STEPS, DeltaKVConfig
 
 CHUNK = 1 << 24  # distances formed at once when references are looked for
-# The step of a uniform quantiser that is best for a Gaussian of standard deviation 1, by bits (Max 1960).
-STEPS = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+# By how much two float32 implementations may disagree: a stored scale or unquantised latent, relatively (a rounding to
+# fp16 included); any latent, against the token's f(x), which is all that is left where x is the mean of its references,
+# as the values of a repeated token in a first layer are; a latent in steps of its quantiser.
+LOOSE, NOISE, MARGIN = 1e-3, 1e-5, 1e-3
 
 
 @dataclass
@@ -67,9 +69,17 @@ class LayerCodec:
         """x [..., X] -> [..., latent_dim]."""
         x = x - self.center
         z = x @ self.compress
-        if self.gate is None or self.up is None or self.down is None:
+        return z if self.down is None else z + self._units(x) @ self.down
+
+    def residual(self, x: Tensor, mean: Tensor) -> Tensor:
+        """f(x) - f(mean), [..., X] each -> [..., latent_dim], with the digits that subtracting first leaves."""
+        z = (x - mean) @ self.compress
+        if self.down is None:
             return z
-        return z + (silu(x @ self.gate) * (x @ self.up)) @ self.down
+        return z + (self._units(x - self.center) - self._units(mean - self.center)) @ self.down
+
+    def _units(self, x: Tensor) -> Tensor:
+        return silu(x @ self.gate) * (x @ self.up)
 
     def g(self, z: Tensor) -> Tensor:
         return z @ self.decompress
@@ -93,7 +103,7 @@ class LayerCodec:
         Codes are whole numbers from 0 to 2^bits - 1 in a float tensor; with 16 bits the latents themselves, without a
         scale.
         """
-        z = self.f(x) - self.f(mean)
+        z = self.residual(x, mean)
         if not self.config.scales:
             return z.to(state_dtype).float(), z.new_zeros(*z.shape[:-1], 0)
         ratio, scale = self.scaled(z, state_dtype)
@@ -123,7 +133,7 @@ class LayerCodec:
     # -- whole sequences
 
     def reference_rows(self, x: Tensor, state_dtype: torch.dtype = torch.float32) -> Tensor:
-        """The references of sequences x [B, N, X] as stored, [B, sinks + ceil((N - sinks) / stride), X]: sinks first."""
+        """References of sequences x [B, N, X] as stored, sinks first: [B, sinks + ceil((N - sinks) / stride), X]."""
         sinks = self.config.sinks
         first, rest = x[:, :sinks].to(state_dtype).float(), x[:, sinks :: self.config.stride]
         return torch.cat((first, self.stored_references(rest, state_dtype)), dim=1)
@@ -164,9 +174,12 @@ class LayerCodec:
         return index, gap
 
     def means(self, references: Tensor, index: Tensor) -> Tensor:
-        """Mean of the references [B, R, X] that index [B, n, neighbors] names: [B, n, X]."""
-        picked = [take(references, index[..., n]) for n in range(index.shape[-1])]
-        return torch.stack(picked).sum(0) / len(picked)
+        """Mean of the references [B, R, X] that index [B, n, neighbors] names, exact for equal ones: [B, n, X]."""
+        first = take(references, index[..., 0])
+        total = torch.zeros_like(first)
+        for n in range(1, index.shape[-1]):
+            total = total + (take(references, index[..., n]) - first)
+        return first + total / index.shape[-1]
 
     def rebuild(self, x: Tensor) -> Tensor:
         """Sequences x [B, N, X] from position 0 as the cache gives them back: sinks and references as they are."""
@@ -228,7 +241,8 @@ class LayerCache:
             torch.zeros(1, 0, config.neighbors, dtype=torch.int64),
         )
         self.gaps = torch.zeros(1, 0)  # of the assignments
-        self.margins = torch.zeros(1, 0, config.latent_dim)  # of the latents: steps to the nearest boundary
+        self.margins = torch.zeros(1, 0, config.latent_dim)  # of the latents: steps to the nearest boundary, less noise
+        self.noise = torch.zeros(1, 0, 1)  # of the latents
         self.restored = torch.zeros(1, 0, config.width)  # what the encoded rows read as; frozen once made
 
     def step(
@@ -276,10 +290,52 @@ class LayerCache:
         index, gap = codec.assign(x, references, first)
         mean = codec.means(references, index)
         codes, scales = codec.latents(x, mean, self.state_dtype)
+        noise = NOISE * (x @ codec.compress).square().mean(-1, keepdim=True).sqrt()
         margin = torch.full_like(codes, torch.inf)
         if codec.config.scales:
-            ratio = codec.scaled(codec.f(x) - codec.f(mean), self.state_dtype)[0]
-            margin = torch.where(ratio != 0, (ratio - ratio.round()).abs(), torch.inf)
+            ratio = codec.scaled(codec.residual(x, mean), self.state_dtype)[0]
+            steps = (noise / scales).repeat_interleave(codec.config.latent_dim // codec.config.scales, dim=-1)
+            exact = (x == mean).all(-1) & (torch.arange(first, last) % codec.config.stride == 0)
+            margin = torch.where(exact[..., None], torch.inf, (ratio - ratio.round()).abs() - steps)
+        self.noise = torch.cat((self.noise, noise), dim=1)
         self.stored = self.stored.append(Rows(codes, scales, index))
         self.gaps = torch.cat((self.gaps, gap), dim=1)
         self.margins = torch.cat((self.margins, margin), dim=1)
+
+    def compare(self, given: Rows, tie: float) -> tuple[int, int, int]:
+        """Numbers in all, those in which `given` differs from our own, and how many more are flipped ties.
+
+        Counted are a row's index as one number, its scales and its latents. An index differs when it names other
+        references, and is a flipped tie when the choice was closer than `tie`; the rest of such a row is not
+        compared. A latent is a flipped tie where noise, or MARGIN steps, could bring it over a boundary. Raises
+        ValueError when the rows differ in number.
+        """
+        own = self.stored
+        for name in ("codes", "scales", "index"):
+            shapes = [list(getattr(rows, name).shape) for rows in (own, given)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"{name} of shape {shapes[1]}, expected {shapes[0]}")
+        other = (own.index.sort(-1).values != given.index.sort(-1).values).any(-1)  # [1, n]
+        tied = self.gaps < tie
+        same = ~other[..., None]
+        flips = int((other & tied).sum())
+        wrong = int((other & ~tied).sum())
+        wrong += int((same & ((own.scales - given.scales).abs() > LOOSE * own.scales + self.noise)).sum())
+        if self.codec.config.scales:
+            differs, near = own.codes != given.codes, self.margins < MARGIN
+            wrong += int((same & differs & ~near).sum())
+            flips += int((same & differs & near).sum())
+        else:
+            size = own.codes.square().mean(-1, keepdim=True).sqrt() + own.codes.abs()
+            wrong += int((same & ((own.codes - given.codes).abs() > LOOSE * size + self.noise)).sum())
+        return own.codes.numel() + own.scales.numel() + other.numel(), wrong, flips
+
+
+def stored_rows(config: DeltaKVConfig, state: dict[str, Tensor]) -> Rows:
+    """What LayerCache.step takes as `given`, from one sequence's state of an engine: name -> tensor, used rows only."""
+    latents, index = state["latents"], state["index"].long()
+    if not config.scales:
+        return Rows(latents.float(), torch.zeros(1, latents.shape[1], 0), index)
+    value, bits = latents.int() + 128, config.latent_bits
+    codes = torch.cat([(value >> low) & ((1 << bits) - 1) for low in range(0, 8, bits)], dim=-1)
+    return Rows(codes.float(), state["scales"].float(), index)

@@ -1,31 +1,41 @@
-"""DenseAttention as an ONNX function: attention over an uncompressed cache, whole or a sliding window of it."""
+"""DenseAttention as an ONNX function: attention over an uncompressed cache, whole or a sliding window of it.
+
+DenseObservedAttention also chooses which rows the compressed layers after it read.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from .. import graph
-from ..graph import INT64, Body, NodePlan, Rows
+from ..geometry import Geometry
+from ..graph import FLOAT, INT32, INT64, Body, NodePlan, Rows
 from ..layer import LayerSpec
 
-OP = "DenseAttention"
+OP, OBSERVED_OP = "DenseAttention", "DenseObservedAttention"
 INPUTS = ("q", "k", "v", "state_k", "state_v", "past_len", "new_len", "live", "cos", "sin")
 OUTPUTS = ("out", "state_k_out", "state_v_out")
+SELECTION_INPUTS, SELECTION_OUTPUTS = ("select_len", "select_width"), ("selected",)
 
 
-def function(heads: LayerSpec, state: ir.DataType, overload: str) -> ir.Function:
+def function(heads: LayerSpec, state: ir.DataType, overload: str, observes: Geometry | None = None) -> ir.Function:
     """The body for one set of attributes.
 
     q [B, Hq, S, D], k and v [B, H, S, D] before RoPE; state_k (rotated keys) and state_v [B, H, rows, D]; past_len and
     new_len int32 [B]; live int32 []; cos and sin [limit, rotary_dim / 2].
     With sliding_window = w the state is a ring of exactly w rows, position p at row p mod w. Otherwise position p is
     row p, the last row takes the writes of padding, and only the first `live` rows are read.
+    observes: where the compressed layers keep what. Then select_width int32 [] and the output selected int32
+    [B, select_width] belong to the op: the code rows that get most attention, in a step of one token (those past
+    `select_len[b]` mean nothing), or all code rows.
     """
     b = Body()
-    q, k, v, state_k, state_v, past_len, new_len, live, cos, sin = inputs = graph.named(*INPUTS)
+    inputs = graph.named(*INPUTS, *(SELECTION_INPUTS if observes else ()))
+    q, k, v, state_k, state_v, past_len, new_len, live, cos, sin = inputs[: len(INPUTS)]
     past, new, length = b.cast(past_len, INT64), b.cast(new_len, INT64), b.size(q, 2)
     position = graph.step_positions(b, past, length)
-    query, key, value = (b.cast(x, graph.FLOAT) for x in (q, k, v))
+    query, key, value = (b.cast(x, FLOAT) for x in (q, k, v))
     query = graph.rope(b, query, position, cos, sin, heads.rotary_dim, heads.head_dim)
     key = graph.rope(b, key, position, cos, sin, heads.rotary_dim, heads.head_dim)
     fresh = [b.cast(x, state) for x in (key, value)]
@@ -47,19 +57,73 @@ def function(heads: LayerSpec, state: ir.DataType, overload: str) -> ir.Function
         written = [
             graph.scatter_rows(b, s, row, f, heads.num_kv_heads) for s, f in zip((state_k, state_v), fresh, strict=True)
         ]
-    cached = Rows(b.cast(read[0], graph.FLOAT), b.cast(read[1], graph.FLOAT), visible, held)
+    cached = Rows(b.cast(read[0], FLOAT), b.cast(read[1], FLOAT), visible, held)
     out = b.CastLike(graph.attention(b, heads, query, key, value, past, new, [cached]), q)
-    return b.function(OP, overload, inputs, [out, *written], OUTPUTS, list(heads.attributes()))
+    outputs, names = [out, *written], OUTPUTS
+    attributes = plan(heads, state, observes).attributes
+    if observes is None:
+        return b.function(OP, overload, inputs, outputs, names, list(attributes))
+    width = b.cast(inputs[-1], INT64)
+
+    def everything(t: Body) -> ir.Value:
+        row = t.cast(t.Range(0, width, 1), INT32)
+        return t.Expand(t.Unsqueeze(row, [0]), t.shape(t.size(q, 0), t.Unsqueeze(width, [0])))
+
+    chosen = graph.when(
+        b,
+        b.And(b.Equal(b.Squeeze(length), 1), b.Greater(width, 0)),
+        lambda t: most_attended(t, heads, observes, query, key, cached, past, width),
+        everything,
+        INT32,
+    )
+    return b.function(OBSERVED_OP, overload, inputs, [*outputs, chosen], (*names, *SELECTION_OUTPUTS), list(attributes))
 
 
-def plan(spec: LayerSpec, state: ir.DataType) -> NodePlan:
-    """The node of one layer kept uncompressed."""
+def most_attended(
+    b: Body,
+    heads: LayerSpec,
+    geometry: Geometry,
+    q: ir.Value,
+    k: ir.Value,
+    cached: Rows,
+    past: ir.Value,
+    width: ir.Value,
+) -> ir.Value:
+    """The `width` code rows with the largest softmax probability of any head, the lower of equals: int32 [B, width].
+
+    q [B, H g, 1, D] and k [B, H, 1, D], rotated; cached: every stored position, in order; width int64 [].
+    """
+    h, g, d = heads.num_kv_heads, heads.group, heads.head_dim
+    query = b.Reshape(b.Mul(q, heads.scale), b.shape(0, h, g, d))
+    score = b.MatMul(query, b.Transpose(cached.key, perm=[0, 1, 3, 2]))  # [B, H, g, N]
+    score = b.Concat(score, b.MatMul(query, b.Transpose(k, perm=[0, 1, 3, 2])), axis=-1)
+    if heads.softcap:
+        score = b.Mul(b.Tanh(b.Div(score, heads.softcap)), heads.softcap)
+    seen = b.Pad(cached.visible, [0, 1], True, [-1])  # the new token sees itself
+    weight = b.Softmax(b.Where(b.Unsqueeze(seen, [1, 2]), score, graph.MASKED), axis=-1)
+    most = b.ReduceMax(weight, [1, 2], keepdims=0)  # [B, N + 1]
+    most = b.slice(most, geometry.sinks, b.Sub(b.size(most, 1), [1]), 1)
+    row = b.Unsqueeze(b.Range(0, b.Squeeze(b.size(most, 1)), 1), [0])
+    compressed = b.Less(row, b.Unsqueeze(graph.encoded(b, past, geometry), [1]))
+    score = b.Where(compressed, most, np.float32(-1))
+    return b.cast(b.several("TopK", 2, score, b.Unsqueeze(width, [0]))[1], INT32)
+
+
+def plan(spec: LayerSpec, state: ir.DataType, observes: Geometry | None = None) -> NodePlan:
+    """The node of one layer kept uncompressed.
+
+    observes: the compressed layers' geometry, when the layer chooses which code rows they read. A sliding-window layer
+    cannot.
+    """
     shape = ("batch", spec.num_kv_heads, spec.window or "rows", spec.head_dim)
+    attributes = spec.attributes()
+    if observes is not None:
+        attributes |= {"sinks": observes.sinks, "window": observes.window, "block": observes.block}
     return NodePlan(
-        op=OP,
-        inputs=INPUTS,
-        outputs=OUTPUTS,
+        op=OBSERVED_OP if observes else OP,
+        inputs=INPUTS + (SELECTION_INPUTS if observes else ()),
+        outputs=OUTPUTS + (SELECTION_OUTPUTS if observes else ()),
         states={"state_k": (state, shape), "state_v": (state, shape)},
-        attributes=spec.attributes(),
-        function=lambda overload: function(spec, state, overload),
+        attributes=attributes,
+        function=lambda overload: function(spec, state, overload, observes),
     )

@@ -43,7 +43,6 @@ class VQKVConfig(MethodConfig):
     """
 
     METHOD: ClassVar[str] = "vqkv"
-    DEFAULT_RATIO: ClassVar[float] = 0.172
 
     head_dim: int
     k_groups: int

@@ -125,8 +125,8 @@ def tables(codec: LayerCodec) -> dict[str, np.ndarray]:
     return {name.replace(".", "_"): tensor.numpy() for name, tensor in codec.tensors().items()}
 
 
-def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType) -> NodePlan:
-    """The node of one compressed layer."""
+def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0) -> NodePlan:
+    """The node of one compressed layer. limit, the longest sequence's tokens, changes nothing here."""
     geometry = config.geometry()
     ring = (state, ("batch", spec.num_kv_heads, geometry.dense_rows, spec.head_dim))
     codes = [
