@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from plugins.methods import METHODS
 from .request import add_arguments, from_arguments
 
 if TYPE_CHECKING:
-    from .codec import CodecInfo
+    from .codec import Codec, CodecInfo
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,14 +33,24 @@ def parser() -> argparse.ArgumentParser:
         "quality", help="measure what a codec costs", description="Perplexity, KL and top-1 through a compressed cache."
     )
     quality.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
+    quality.add_argument("--codec", type=Path, required=True, metavar="DIR", help="codec folder")
     quality.add_argument(
         "--text", nargs="+", action="extend", default=[], metavar="FILE",
         help="UTF-8 text (default: the topics of Python's help())",
     )  # fmt: skip
     quality.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
-    quality.add_argument("--json", action="store_true", help="print the report as JSON")
-    quality.add_argument("--codec", type=Path, required=True, metavar="DIR", help="codec folder")
     quality.add_argument("--windows", type=int, default=8, help="windows per text (default: %(default)s)")
+    quality.add_argument(
+        "--recall", type=int, default=0, metavar="N",
+        help="also ask for strings hidden in the text, N times each: one number, one of ten, one UUID of a JSON object",
+    )  # fmt: skip
+    select = quality.add_mutually_exclusive_group()
+    select.add_argument(
+        "--select", choices=("all",), help="deltakv: measure with decode steps that read every compressed token"
+    )
+    select.add_argument("--select-fraction", type=float, metavar="F", help="deltakv: that read this part of them")
+    select.add_argument("--select-count", type=int, metavar="N", help="deltakv: that read this many of them")
+    quality.add_argument("--json", action="store_true", help="print the report as JSON")
     quality.set_defaults(run=run_quality)
     return root
 
@@ -61,23 +72,32 @@ def run_fit(options: argparse.Namespace) -> None:
     from plugins.config import RATIO_SLACK
 
     from .fit import fit_for
-    from .models import load
+    from .models import LoadedModel, load
+    from .train import World
 
     request = from_arguments(options)
-    asked = request.target
-    info = fit_for(request, load(options.model), options.out)
-    ratio = info.config.ratio(info.model["num_layers"])
+    with World.joined() as world:
+        own: list[LoadedModel] = []
+        world.first(lambda: own.append(load(options.model)))  # downloads or converts it, and the others find it done
+        loaded = own[0] if own else load(options.model, progress=False)
+        info = fit_for(request, loaded, options.out)
+        if world.rank > 0:
+            return
+    ratio, asked = info.config.ratio(info.model["num_layers"]), request.target
     if ratio > asked + RATIO_SLACK:
         print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {asked:g}", file=sys.stderr)
     report = {**info.to_json(), "ratio": round(ratio, 4), "out": str(options.out)}
     if options.json:
         print(json.dumps(report))
         return
-    way = f"{info.fit} fit, " if info.fit else ""
-    spent = f"{info.vectors} vectors, {way}effort {info.effort}, seed {info.seed}"
-    print(f"{info.config.summary()}: ratio {ratio:.4f}, {spent}")
+    print(f"{info.config.summary()}: ratio {ratio:.4f}, {info.vectors} vectors, {_way(info)}, seed {info.seed}")
     {"deltakv": _print_deltakv, "vqkv": _print_vqkv}[info.method](info)
     print(f"wrote {options.out}")
+
+
+def _way(info: CodecInfo) -> str:
+    """How a codec was fitted: "fast fit, effort quick"."""
+    return (f"{info.fit} fit, " if info.fit else "") + f"effort {info.effort}"
 
 
 def _print_vqkv(info: CodecInfo) -> None:
@@ -95,7 +115,7 @@ def _stages(errors: Sequence[float]) -> str:
 
 def _print_deltakv(info: CodecInfo) -> None:
     choice, selects = info.choice, info.config.geometry().selects
-    if choice:
+    if "alternatives" in choice:
         print("expected error of the attention outputs, summed over layers, by number of full layers")
         for item in choice["alternatives"]:
             mark = "*" if item["full_layers"] == choice["full_layers"] else " "
@@ -108,14 +128,30 @@ def _print_deltakv(info: CodecInfo) -> None:
         "held-out error in the fitted metric, as fractions: left by the references, then by the latents, of x's energy;"
     )
     print("of the residual's energy (and where fitted); of the attention output's energy")
-    print("layer  references  latents  residual   (fit)   output" + ("  observer  missed  coverage" if selects else ""))
+    trained = choice.get("training")
+    if trained:
+        print("trained: x's plain error, before and after the training")
+    told = choice.get("layers") if selects else None
+    print(
+        "layer  references  latents  residual   (fit)   output"
+        + ("  before  trained" if trained else "")
+        + ("  observer  missed  coverage" if told else "")
+    )
     for layer, error in info.errors.items():
         line = f"{layer:>5}  {error['references']:>10.4f}  {error['x']:.5f}  {error['residual']:>8.4f}  "
         line += f"{error['train']:.4f}  {error['output']:.5f}"
-        if choice and selects:
-            told = choice["layers"][layer]
-            line += f"  {told['observer']:>8}  {told['missed']:.4f}  {told['coverage']:>8.3f}"
+        if trained:
+            line += f"  {error['before']:.4f}   {error['after']:.4f}"
+        if told:
+            read = told[layer]
+            line += f"  {read['observer']:>8}  {read['missed']:.4f}  {read['coverage']:>8.3f}"
         print(line)
+    if trained:
+        term = {"kl": "KL divergence from the exact model", "ce": "cross entropy"}[trained["objective"]]
+        print(
+            f"{trained['steps']} steps of training took the held-out {term} from {trained['held_out_before']:.4g} to "
+            f"{trained['held_out_after']:.4g} nats"
+        )
 
 
 def run_quality(options: argparse.Namespace) -> None:
@@ -123,18 +159,31 @@ def run_quality(options: argparse.Namespace) -> None:
 
     from .adapter import layer_specs
     from .codec import load as load_codec
+    from .codec import observing_layers
+    from .fit import bars
     from .models import load
     from .quality import DECODED, measure
+    from .recall import KINDS, samples, score
     from .texts import pick_context, read_texts, token_windows
 
     if options.windows < 1:
         raise UserError(f"--windows {options.windows} must be at least 1")
-    codec = load_codec(options.codec)
+    if options.recall < 0:
+        raise UserError(f"--recall {options.recall} must be 0 or more")
+    codec = selecting(load_codec(options.codec), options)
     texts = read_texts(options.text)
     loaded = load(options.model)
-    codec.check_model(layer_specs(loaded.model), loaded.sha256)
+    specs = layer_specs(loaded.model)
+    codec.check_model(specs, loaded.sha256)
+    observing_layers(codec.config, specs)
     context = pick_context(options.context, loaded.model.config)
     decoded = min(DECODED, context // 2)
+    windows = {text.name: token_windows(loaded.tokenizer, [text], context, options.windows) for text in texts}
+    if short := [name for name, found in windows.items() if not found]:
+        raise UserError(f"--text {short[0]} has fewer than {context} tokens; give a longer one or --context")
+    haystack = "\n\n".join(text.content for text in texts)
+    given = (loaded.tokenizer, haystack, context, options.recall)
+    asked = {kind: samples(kind, *given, seed=0) for kind in KINDS} if options.recall else {}
     model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
     report: dict[str, Any] = {
         "model": loaded.name,
@@ -145,21 +194,25 @@ def run_quality(options: argparse.Namespace) -> None:
         "context": context,
         "decoded": decoded,
         "texts": {},
+        "recall": {},
     }
-    for text in texts:
-        windows = token_windows(loaded.tokenizer, [text], context, options.windows)
-        if not windows:
-            raise UserError(f"--text {text.name} has fewer than {context} tokens; give a longer one or --context")
-        with _bar(text.name, len(windows)) as advance:
-            score = measure(model, codec, windows, decoded, advance)
-        report["texts"][text.name] = {"sha256": text.sha256, **score.summary()}
+    with bars(True) as bar:
+        for text in texts:
+            found = measure(model, codec, windows[text.name], decoded, bar(text.name, len(windows[text.name])))
+            report["texts"][text.name] = {"sha256": text.sha256, **found.summary()}
+        for kind, questions in asked.items():
+            report["recall"][kind] = score(model, codec, questions, progress=bar(f"recall {kind}", len(questions)))
     if options.json:
         print(json.dumps(report))
         return
     print(
-        f"{codec.config.summary()}: ratio {report['ratio']:.4f}, {report['effort']} fit; "
+        f"{codec.config.summary()}: ratio {report['ratio']:.4f}, {_way(codec.info)}; "
         f"context {context}, last {decoded} decoded"
     )
+    _print_quality(report)
+
+
+def _print_quality(report: dict[str, Any]) -> None:
     print(f"{'text':<24} windows  ppl exact     ppl   increase (95 % interval)      KL       top-1")
     for name, row in report["texts"].items():
         low, high = row["interval"]
@@ -169,19 +222,31 @@ def run_quality(options: argparse.Namespace) -> None:
         )
     mean = sum(row["increase"] for row in report["texts"].values()) / len(report["texts"])
     print(f"mean perplexity increase {mean:+.2%}")
+    if report["recall"]:
+        print(f"{'exact recall':<24} samples  answered right: exact, compressed  log-likelihood: exact, compressed")
+    for kind, row in report["recall"].items():
+        print(
+            f"{kind:<24} {row['samples']:>7}  {row['exact_recall']:>21.1%}  {row['recall']:>10.1%}  "
+            f"{row['exact_log_likelihood']:>21.3f}  {row['log_likelihood']:>10.3f}"
+        )
 
 
-def _bar(label: str, total: int) -> Any:
-    """A progress bar on stderr, as a function that advances it by one."""
-    from contextlib import contextmanager
+def selecting(codec: Codec, options: argparse.Namespace) -> Codec:
+    """The codec, its decode steps reading what the options say. Raises UserError for a method that reads all."""
+    from .codec import Codec
 
-    from rich.console import Console
-    from rich.progress import Progress
-
-    @contextmanager
-    def bar() -> Any:
-        with Progress(console=Console(stderr=True)) as bars:
-            task = bars.add_task(label, total=total)
-            yield lambda: bars.advance(task)
-
-    return bar()
+    given = {"select_fraction": options.select_fraction, "select_count": options.select_count}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given and options.select is None:
+        return codec
+    if codec.info.method != "deltakv":
+        raise UserError(
+            f"--select and its like have no meaning with {options.codec}, a codec of method {codec.info.method}: "
+            "leave them out"
+        )
+    for name, value in given.items():
+        if value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0; --select all reads everything")
+    config = replace(codec.config, **({"select_fraction": 0.0, "select_count": 0} | given))
+    layers = {layer: replace(tables, config=config) for layer, tables in codec.layers.items()}
+    return Codec(replace(codec.info, config=config), layers)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,9 +21,10 @@ from plugins.errors import UserError
 from plugins.methods import config_class, reference
 
 from .adapter import layer_specs
-from .codec import Codec, CodecInfo, check_target, compressed_layers, save
+from .codec import Codec, CodecInfo, check_target, compressed_layers, load, save
 from .request import FITS, FitRequest
 from .texts import Text, pick_context, read_texts
+from .train import PLANS, World, train
 
 if TYPE_CHECKING:
     from .models import LoadedModel
@@ -76,13 +78,50 @@ def fit_codec(
 
     fit: "fast" fits each layer on its own, "quality" (deltakv) then trains all of them through the model.
     choice: why `config` is as it is, for the codec's description.
-    Runs on the first CUDA device when there is one (the model comes back to where it was). Finished layers are kept
-    in `out_dir`.partial, from where an interrupted fit with the same arguments goes on.
+    Runs on this process's CUDA device when there is one (the model comes back to where it was). Under torchrun the
+    first process fits the layers and writes, and all of them train. Finished layers, the codec they make and the
+    training's checkpoint are kept in `out_dir`.partial, from where an interrupted fit with the same arguments goes on.
     Raises UserError when the texts are too short, a layer cannot be fitted, or `out_dir` holds something else.
     """
     out_dir = Path(out_dir)
-    check_target(out_dir)
-    check_fit(config.METHOD, fit)
+    partial = out_dir.with_name(out_dir.name + ".partial")
+    with World.joined() as world:
+
+        def begin() -> None:
+            check_target(out_dir)
+            check_fit(config.METHOD, fit, world.size)
+            named = {"name": model_name, "sha256": model_sha256}
+            fast = fit_layers(model, tokenizer, config, texts, effort, seed, context, partial, progress, named)
+            save(replace(fast, info=replace(fast.info, choice=choice or {})), partial / "fast")
+
+        world.first(begin)
+        codec = load(partial / "fast")
+        if fit == "quality":
+            how = (PLANS[effort], seed, context, partial / "training", progress)
+            codec = train(model, tokenizer, codec, texts, *how).to("cpu")
+        world.wait()
+        if world.rank == 0:
+            save(codec, out_dir)
+            shutil.rmtree(partial)
+    return codec.info
+
+
+def fit_layers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: MethodConfig,
+    texts: Sequence[Text],
+    effort: str,
+    seed: int,
+    context: int,
+    partial: Path,
+    progress: bool,
+    named: dict[str, str],
+) -> Codec:
+    """The "fast" fit of `fit_codec`, its tables on the CPU.
+
+    partial: folder of finished layers. named: "name" and "sha256" of the model.
+    """
     specs = layer_specs(model)
     layers = compressed_layers(config, specs)
     sinks = config.geometry().sinks
@@ -94,8 +133,7 @@ def fit_codec(
         method=config.METHOD,
         config=config,
         model={
-            "name": model_name,
-            "sha256": model_sha256,
+            **named,
             "architecture": type(model).__name__,
             "num_layers": len(specs),
             "num_kv_heads": first.num_kv_heads,
@@ -106,12 +144,11 @@ def fit_codec(
         seed=seed,
         context=context,
         vectors=plan.vectors,
-        fit=fit if config.METHOD == "deltakv" else "",
-        choice=choice or {},
+        fit="fast" if config.METHOD == "deltakv" else "",
         versions={"torch": torch.__version__},
     )
-    partial = Partial(out_dir.with_name(out_dir.name + ".partial"), info)
-    finished = partial.open()
+    kept = Partial(partial, info)
+    finished = kept.open()
     missing = [layer for layer in layers if layer not in finished]
     home, device = model.device, "cuda" if torch.cuda.is_available() else "cpu"
     step = max(1, RECORD_BYTES[device] // plan.record_bytes(first.num_kv_heads))
@@ -124,42 +161,22 @@ def fit_codec(
             for chunk in passes:
                 records = plan.record(model, chunk, seed, recorded)
                 for layer in chunk:
-                    finished[layer] = partial.add(layer, *plan.fit_layer(records.pop(layer), layer, seed))
+                    finished[layer] = kept.add(layer, *plan.fit_layer(records.pop(layer), layer, seed))
                     fitted()
-        info.errors = {str(layer): finished[layer][1] for layer in layers}
-        codec = Codec(info, {layer: finished[layer][0] for layer in layers})
-        if fit == "quality":
-            codec = _train(model, tokenizer, codec, texts, partial.folder / "training", progress)
     finally:
         model.to(home)
-    save(codec, out_dir)
-    partial.remove()
-    return codec.info
+    info = replace(info, errors={str(layer): finished[layer][1] for layer in layers})
+    return Codec(info, {layer: finished[layer][0] for layer in layers})
 
 
-def check_fit(method: str, fit: str) -> None:
-    """Raises UserError when `method` cannot be fitted this way."""
+def check_fit(method: str, fit: str, processes: int = 1) -> None:
+    """Raises UserError when `method` cannot be fitted this way by this many processes."""
     if fit not in FITS:
         raise UserError(f"--fit {fit} is unknown: use {' or '.join(FITS)}")
     if fit == "quality" and method != "deltakv":
         raise UserError(f"--fit quality trains deltakv's compressors and {method} has none: leave --fit out")
-
-
-def _train(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    codec: Codec,
-    texts: Sequence[Text],
-    folder: Path,
-    progress: bool,
-) -> Codec:
-    """The "fast" codec trained on through the model, on the CPU."""
-    from .train import PLANS, train
-
-    info = codec.info
-    codec = codec.to(model.device)
-    trained = train(model, tokenizer, codec, texts, PLANS[info.effort], info.seed, info.context, folder, progress)
-    return trained.to("cpu")
+    if fit == "fast" and processes > 1:
+        raise UserError(f"--fit fast runs in one process, not in {processes}: leave torchrun out")
 
 
 # -- from what was asked for
@@ -176,21 +193,27 @@ def fit_for(
 
     Raises UserError as `fit_codec`, `configure` and `check` do.
     """
-    check_target(Path(out))
-    fit = _way(request)
-    check_fit(request.name, fit)
+    fit, out = _way(request), Path(out)
     texts = read_texts(request.texts)
     context = pick_context(request.context, loaded.model.config)
-    config, choice = configure(request, loaded, texts, context, progress)
-    check(config)
-    effort = request.effort or default_effort()
-    return fit_codec(
-        *(loaded.model, loaded.tokenizer, config, texts, effort, request.seed, context, out, progress),
-        model_name=loaded.name,
-        model_sha256=loaded.sha256,
-        fit=fit,
-        choice=choice,
-    )
+    with World.joined() as world:
+
+        def chosen() -> tuple[MethodConfig, dict[str, Any]]:
+            check_target(out)
+            check_fit(request.name, fit, world.size)
+            config, choice = configure(request, loaded, texts, context, progress)
+            check(config)
+            return config, choice
+
+        config, choice = world.first(chosen)
+        effort = request.effort or default_effort()
+        return fit_codec(
+            *(loaded.model, loaded.tokenizer, config, texts, effort, request.seed, context, out, progress),
+            model_name=loaded.name,
+            model_sha256=loaded.sha256,
+            fit=fit,
+            choice=choice,
+        )
 
 
 def configure(
@@ -223,6 +246,9 @@ def fit_identity(request: FitRequest, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _way(request: FitRequest) -> str:
+    """How to fit. Raises UserError when that was asked of a method that knows one way only."""
+    if request.fit and request.name == "vqkv":
+        raise UserError("--fit has no meaning with --method vqkv, which is fitted in one way: leave --fit out")
     return request.fit or ("quality" if request.name == "deltakv" and torch.cuda.is_available() else "fast")
 
 
@@ -233,7 +259,8 @@ class Partial:
     """The folder of an unfinished fit: one file per finished layer, and what they were fitted with."""
 
     def __init__(self, folder: Path, info: CodecInfo) -> None:
-        self.folder, self.info, self.stamp = folder, info, json.dumps(info.to_json(), sort_keys=True)
+        self.folder, self.info = folder, info
+        self.stamp = json.dumps(info.to_json(), sort_keys=True)  # says nothing yet of errors and choice
 
     def open(self) -> dict[int, tuple[Any, dict[str, Any]]]:
         """Layers already fitted with the same arguments; whatever else is in the folder is dropped."""
@@ -258,9 +285,6 @@ class Partial:
         save_file(tensors, str(path.with_suffix(".writing")), metadata=meta)
         path.with_suffix(".writing").rename(path)
         return tables, errors
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class TrainPlan:
     tokens: int
     batch: int = 32_768
     micro: int = 32_768
-    lr: float = 2e-3
+    lr: float = 1e-3
     warmup: float = 0.02
     clip: float = 1.0
     objective: str = "kl"
@@ -154,20 +154,20 @@ class World:
         """What `make` gives in process 0, in all of them: the others wait for it, and end when it raises UserError."""
         if self.size == 1:
             return make()
-        box: list[Any] = [None, False]
-        try:
-            if self.rank == 0:
-                box = [make(), True]
-        except UserError:
-            self._tell(box)
-            raise
-        self._tell(box)
-        if not box[1]:
+        told: list[Any] = [None, True]
+        problem: UserError | None = None
+        if self.rank == 0:
+            try:
+                told = [make(), False]
+            except UserError as error:
+                problem = error
+        dist.broadcast_object_list(told, src=0, device=self.device)
+        made, failed = told
+        if problem:
+            raise problem
+        if failed:
             raise SystemExit(2)
-        return box[0]
-
-    def _tell(self, box: list[Any]) -> None:
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        return made
 
     def wait(self) -> None:
         """Until every process has come here."""

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.table import Table
+
+ALTERNATIVES = 5  # shown of those that a choice was made from
 
 _out = Console()
 _err = Console(stderr=True)
@@ -83,12 +86,57 @@ def show_report(report: Mapping[str, Any], out: Path) -> None:
             f"{quality['top1']:.1%}",
         )
         _out.print(table)
+    choice = (report["codec"] or {}).get("choice", {})
+    if "alternatives" in choice:
+        _show_choice(choice, choice.get("training"))
     if frozen := report["limits"]["frozen_rope"]:
         limit = report["limits"]["max_length"]
         _out.print(
             f"Rotary angles of type {', '.join(frozen)} are frozen as they are at {limit:,} tokens", highlight=False
         )
     _out.print(f"Method {method['name']}, ratio {method['ratio']:.4f}. Engine: {out}", highlight=False)
+
+
+def _show_choice(choice: Mapping[str, Any], trained: Mapping[str, Any] | None) -> None:
+    """Why deltakv is configured as it is, see `calib.choose.choose`, and what training the codec brought."""
+    best = sorted(choice["alternatives"], key=lambda item: item["error"])[:ALTERNATIVES]
+    table = Table(
+        *("full layers", "stride", "latents", "ratio", "expected error"),
+        title="Best configurations by number of full layers",
+        caption="error: squared change of the attention outputs, relative to their energy, summed over layers",
+    )
+    for item in best:
+        chosen = item["full_layers"] == choice["full_layers"]
+        table.add_row(
+            (_ranges(item["full_layers"]) or "none") + (" (chosen)" if chosen else ""),
+            str(item["stride"]),
+            f"{item['latent_dim']} x {item['latent_bits']} bits",
+            f"{item['ratio']:.4f}",
+            f"{item['error']:.4f}",
+        )
+    _out.print(table)
+    layers = choice["layers"]
+    if any("observer" in told for told in layers.values()):
+        table = Table(
+            *("layer", "compressed", "observer", "unread", "coverage"),
+            title="Expected error of each compressed layer",
+            caption="unread: error of reading only what the observer selects; "
+            "coverage: part of the layer's own selection that this holds",
+        )
+        for layer, told in layers.items():
+            selects = (str(told["observer"]), f"{told['missed']:.5f}", f"{told['coverage']:.1%}")
+            table.add_row(layer, f"{told['error']:.5f}", *selects)
+        _out.print(table)
+    else:
+        _out.print("Expected error of each compressed layer", highlight=False)
+        cells = [f"{layer:>3}  {told['error']:.5f}" for layer, told in layers.items()]
+        _out.print(Columns(cells, padding=(0, 3), column_first=True), highlight=False)
+    if trained:
+        _out.print(
+            f"{trained['steps']:,} steps of training took the held-out next-token term from "
+            f"{trained['held_out_before']:.4g} to {trained['held_out_after']:.4g} nats",
+            highlight=False,
+        )
 
 
 def _grouped(tensors: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -99,8 +99,11 @@ class State:
             noise = rng.standard_normal(4099).clip(-3, 3)  # prime, so that the pattern differs between rows
             if spec.dtype == "int8":
                 noise = rng.integers(-128, 128, noise.size)
-            content = np.resize(noise.astype(spec.dtype), array.size).reshape(array.shape)
-            self._put(spec.name, self._ordinals(spec, array.shape, rng) if spec.dtype in INDEX_DTYPES else content)
+            if spec.dtype in INDEX_DTYPES:
+                array[...] = self._ordinals(spec, array.shape, rng)
+            else:
+                array[...] = np.resize(noise.astype(spec.dtype), array.shape)
+            self._put(spec.name, array)
 
     def _ordinals(self, spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
         """Random references that each code row may name: of row j the sinks and those up to j."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,8 +36,17 @@ def losses(folder: Path, windows: Sequence[Sequence[int]], decoded: int) -> list
 
 
 def run(script: str, *arguments: str) -> list[int]:
-    """The integers that a Python script prints, run in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    """The integers that a Python script prints, run in a process of its own.
+
+    Its larger arrays have pages of their own, which go back to the system when they are freed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [int(word) for word in done.stdout.split()]
 
 

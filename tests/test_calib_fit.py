@@ -2,13 +2,16 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from families import tiny, tiny_tokenizer
 
 from calib import codec as codecs
-from calib import fit, vqkv
+from calib import deltakv, fit, vqkv
+from calib import train as training
 from calib.adapter import layer_specs
 from calib.record import LayerRecord, held_out
 from calib.texts import Text
+from plugins.deltakv.config import DeltaKVConfig
 from plugins.errors import UserError
 from plugins.vqkv import VQKVConfig
 
@@ -68,22 +71,28 @@ def test_full_and_sliding_window_layers_get_no_codes(tmp_path, efforts):
     assert sorted(codecs.load(tmp_path / "codec").layers) == [1]
 
 
-def test_an_interrupted_fit_goes_on_and_ends_with_the_same_codec(tmp_path, efforts, monkeypatch):
-    run(tmp_path / "whole")
-    original, done = vqkv.fit_layer, []
+def interrupt(monkeypatch, owner, name: str, after: int) -> list:
+    """Have `owner.name` count its calls in the list returned and raise KeyboardInterrupt once there were `after`."""
+    original, done = getattr(owner, name), []
 
-    def failing(*arguments):
-        if len(done) == 2:
+    def counted(*arguments):
+        if len(done) == after:
             raise KeyboardInterrupt
         done.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(vqkv, "fit_layer", failing)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "resumed")
+    monkeypatch.setattr(owner, name, counted)
+    return done
+
+
+def test_an_interrupted_fit_goes_on_and_ends_with_the_same_codec(tmp_path, efforts, monkeypatch):
+    run(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt(patch, vqkv, "fit_layer", 2)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "resumed")
     assert not (tmp_path / "resumed").exists()
-    done.clear()
-    monkeypatch.setattr(vqkv, "fit_layer", lambda *arguments: done.append(1) or original(*arguments))
+    done = interrupt(monkeypatch, vqkv, "fit_layer", 9)
     run(tmp_path / "resumed")
     assert len(done) == 1
     whole, resumed = ((tmp_path / name / codecs.TENSORS).read_bytes() for name in ("whole", "resumed"))
@@ -92,14 +101,70 @@ def test_an_interrupted_fit_goes_on_and_ends_with_the_same_codec(tmp_path, effor
 
 
 def test_layers_left_by_a_fit_with_other_arguments_are_not_used(tmp_path, efforts, monkeypatch):
-    stop = fit.Partial.remove
-    monkeypatch.setattr(fit.Partial, "remove", lambda self: None)
-    run(tmp_path / "codec")
-    monkeypatch.setattr(fit.Partial, "remove", stop)
+    with monkeypatch.context() as patch:
+        interrupt(patch, vqkv, "fit_layer", 2)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "codec")
     run(tmp_path / "codec", seed=5)
     run(tmp_path / "fresh", seed=5)
     old, new = ((tmp_path / name / codecs.TENSORS).read_bytes() for name in ("codec", "fresh"))
     assert old == new
+
+
+# -- deltakv's quality fit
+
+
+@pytest.fixture
+def quality(monkeypatch):
+    """`run` for a quality fit of two layers that takes four steps and writes a checkpoint after each."""
+    monkeypatch.setitem(deltakv.EFFORTS, "quick", deltakv.Effort(tokens=8, least=2, queries=16))
+    plan = training.TrainPlan(tokens=4 * 256, batch=256, micro=256, lr=0.02)
+    monkeypatch.setitem(training.PLANS, "quick", plan)
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    made = DeltaKVConfig(32, 2, 24, stride=5, neighbors=2, full_layers=(0,), window=8, block=4)
+    return lambda folder, **changes: run(folder, settings=made, context=128, **{"fit": "quality", **changes})
+
+
+def test_an_interrupted_quality_fit_goes_on_and_ends_with_the_same_codec(tmp_path, quality, monkeypatch):
+    whole = quality(tmp_path / "whole", choice={"error": 0.5})
+    for owner, name, after in ((deltakv, "fit_layer", 1), (training._Trainer, "step", 2)):
+        with monkeypatch.context() as patch:
+            interrupt(patch, owner, name, after)
+            with pytest.raises(KeyboardInterrupt):
+                quality(tmp_path / "resumed")
+        assert not (tmp_path / "resumed").exists()
+    layers, steps = (
+        interrupt(monkeypatch, deltakv, "fit_layer", 9),
+        interrupt(monkeypatch, training._Trainer, "step", 9),
+    )
+    resumed = quality(tmp_path / "resumed", choice={"error": 0.5 + 1e-12})  # as another look at the model might say
+    assert (len(layers), len(steps)) == (0, 2)
+    a, b = ((tmp_path / name / codecs.TENSORS).read_bytes() for name in ("whole", "resumed"))
+    assert a == b
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["resumed", "whole"]
+    assert (whole.fit, resumed.fit, resumed.choice["error"]) == ("quality", "quality", 0.5 + 1e-12)
+    assert codecs.load(tmp_path / "resumed").info == resumed
+    assert resumed.errors == whole.errors and set(resumed.errors["1"]) >= {"output", "before", "after"}
+
+
+def test_a_quality_fit_starts_from_what_the_fast_fit_gives(tmp_path, quality, monkeypatch):
+    quality(tmp_path / "fast", fit="fast")
+    seen = []
+    monkeypatch.setattr(fit, "train", lambda model, tokenizer, codec, *rest: seen.append(codec) or codec)
+    quality(tmp_path / "quality")
+    assert seen[0].info.fit == "fast"
+    for name, tensor in codecs.load(tmp_path / "fast").tensors().items():
+        assert torch.equal(seen[0].tensors()[name], tensor), name
+
+
+def test_only_deltakv_has_a_quality_fit_and_only_that_runs_in_several_processes(tmp_path, efforts):
+    with pytest.raises(UserError, match="--fit quality trains deltakv's compressors and vqkv has none"):
+        run(tmp_path / "codec", fit="quality")
+    with pytest.raises(UserError, match="--fit best is unknown: use fast or quality"):
+        run(tmp_path / "codec", fit="best")
+    with pytest.raises(UserError, match="--fit fast runs in one process, not in 2"):
+        fit.check_fit("deltakv", "fast", 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_layers_recorded_in_several_passes_give_the_same_codec(tmp_path, efforts, monkeypatch):

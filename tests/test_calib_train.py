@@ -341,6 +341,19 @@ def test_small_pieces_of_a_batch_give_the_same_step(tmp_path):
         torch.testing.assert_close(tensor, pieces.tensors()[name], atol=2e-3, rtol=1e-2)
 
 
+def torchrun(folder: Path, script: str) -> None:
+    """Run a script in two processes on the CPU, with `folder` as its argument."""
+    (folder / "worker.py").write_text(script)
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "PYTHONPATH": f"{here.parent}:{here}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(folder / "worker.py")]
+    subprocess.run([sys.executable, *command, str(folder)], env=environment, check=True, capture_output=True)
+
+
 def test_two_processes_train_as_one_does(tmp_path):
     plan = replace(PLAN, tokens=3 * 256)
     alone = fit(tmp_path / "alone", plan)
@@ -349,15 +362,8 @@ def test_two_processes_train_as_one_does(tmp_path):
         "made = fit(Path(sys.argv[1]), replace(PLAN, tokens=3 * 256))\n"
         "torch.save(made.tensors(), Path(sys.argv[1]) / ('rank' + os.environ['RANK'] + '.pt'))\n"
     )
-    (tmp_path / "worker.py").write_text(script)
-    here = Path(__file__).parent
-    environment = os.environ | {
-        "PYTHONPATH": f"{here.parent}:{here}",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "worker.py")]
-    subprocess.run([sys.executable, *command, str(tmp_path / "two")], env=environment, check=True, capture_output=True)
+    (tmp_path / "two").mkdir()
+    torchrun(tmp_path / "two", script)
     first, second = (torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     for name, tensor in alone.tensors().items():
         assert torch.equal(first[name], second[name])
@@ -388,3 +394,43 @@ def test_efforts_are_plans_and_alone_a_process_is_the_only_one():
     assert PLANS["quick"].tokens < PLANS["full"].tokens
     with World.joined() as world:
         assert (world.rank, world.size) == (0, 1)
+        assert world.first(lambda: [3]) == [3]
+        world.wait()
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told_how_many_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with (
+        pytest.raises(UserError, match="process 3 has no GPU: this host has 2; use --nproc-per-node 2"),
+        World.joined(),
+    ):
+        pass
+
+
+def test_what_the_first_process_makes_or_fails_at_ends_in_all(tmp_path):
+    script = (
+        "import sys\n"
+        "from calib.train import World\n"
+        "from plugins.errors import UserError\n"
+        "from pathlib import Path\n"
+        "def refuse(): raise UserError('no')\n"
+        "with World.joined() as world:\n"
+        "    made = world.first(lambda: {'rank': world.rank, 'steps': (1, 2)})\n"
+        "    (Path(sys.argv[1]) / f'rank{world.rank}').write_text(repr(made))\n"
+        "    world.wait()\n"
+        "    try:\n"
+        "        world.first(refuse)\n"
+        "    except (UserError, SystemExit) as error:\n"
+        "        (Path(sys.argv[1]) / f'end{world.rank}').write_text(repr(error))\n"
+    )
+    torchrun(tmp_path, script)
+    told = {path.name: path.read_text() for path in tmp_path.glob("[re]*[0-9]")}
+    assert told == {
+        "rank0": "{'rank': 0, 'steps': (1, 2)}",
+        "rank1": "{'rank': 0, 'steps': (1, 2)}",
+        "end0": "UserError('no')",
+        "end1": "SystemExit(2)",
+    }

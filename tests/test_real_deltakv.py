@@ -20,7 +20,10 @@ from runtime.artefact import Artefact
 pytestmark = pytest.mark.slow
 
 COMMON = ("--method", "deltakv", "--ratio", "0.29", "--fit", "fast", "--effort", "quick")
-WAYS = {"reads all": (), "reads 0.17": ("--select-fraction", "0.17", "--set", "full_layers=0,6,13,20")}
+WAYS = {
+    "reads all": (),
+    "reads 0.17": ("--select-fraction", "0.17", "--set", "full_layers=0,6,13,20", "--context", "1024"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,8 @@ def test_the_engine_equals_the_reference_over_400_steps(
     print(f"{way}, batch {batch}: {found}")
     assert found.difference <= 2e-3
     assert found.codes[0] > 1_000_000 and found.codes[1] <= 1e-6 * found.codes[0]
+    # most of them in layer 0, where a token seen before is its reference but for float32's noise
+    assert found.codes[2] <= 0.01 * found.codes[0]
     assert found.selections[1] == 0 and (found.selections[0] > 0) == (way != "reads all")
 
 
@@ -83,10 +88,9 @@ def test_inspect_says_what_a_session_allocates_and_a_process_grows_by(
     assert grown == pytest.approx(said, rel=0.02)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_prefill_memory_grows_with_the_prompt_not_with_its_square(engines: dict[str, Path], way: str) -> None:
-    grown = prefill_peak(engines[way], 8000)
-    print(f"{way}: 8,000 tokens took {grown / 2**20:.0f} MiB at their peak")
+def test_prefill_memory_grows_with_the_prompt_not_with_its_square(engines: dict[str, Path]) -> None:
+    grown = prefill_peak(engines["reads all"], 8000)
+    print(f"8,000 tokens took {grown / 2**20:.0f} MiB at their peak")
     assert grown < 9 * 8000 * 8000 * 4  # one layer's score matrix; an untiled body holds two or more at once
 
 
