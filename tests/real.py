@@ -35,18 +35,10 @@ def losses(folder: Path, windows: Sequence[Sequence[int]], decoded: int) -> list
     return found
 
 
-def run(script: str, *arguments: str) -> list[int]:
-    """The integers that a Python script prints, run in a process of its own.
-
-    Its larger arrays have pages of their own, which go back to the system when they are freed.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def run(script: str, *arguments: str, **environment: str) -> list[int]:
+    """The integers that a Python script prints, run in a process of its own with these variables set as well."""
+    command, variables = [sys.executable, "-c", script, *arguments], {**os.environ, **environment}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     return [int(word) for word in done.stdout.split()]
 
 
@@ -82,5 +74,6 @@ def cache_bytes(folder: Path, tokens: int) -> tuple[int, int]:
         "        session.fill(int(sys.argv[2]))\n"
         "        print(session.nbytes, resident_bytes() - before)\n"
     )
-    said, grown = run(script, str(folder), str(tokens))
+    # every larger array gets pages of its own, which go back to the system when it is freed
+    said, grown = run(script, str(folder), str(tokens), MALLOC_MMAP_THRESHOLD_="65536")
     return said, grown
