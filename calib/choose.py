@@ -136,7 +136,13 @@ class ErrorModel:
         """
         kept, rest = np.split(self.energy[stride], [latent_dim], axis=1)
         noise = NOISE[bits] / (1 - NOISE[bits]) * kept.mean(1, keepdims=True)
-        return SHIFT * rest.sum(1) + (kept * noise / np.maximum(kept + noise, 1e-300)).sum(1)
+        return rest.sum(1) + (kept * noise / np.maximum(kept + noise, 1e-300)).sum(1)
+
+
+    def cost(self, stride: int, latent_dim: int, bits: int) -> np.ndarray:
+        """`error` to choose by: with what is left out counted SHIFT times."""
+        rest = self.energy[stride][:, latent_dim:].sum(1)
+        return self.error(stride, latent_dim, bits) + (SHIFT - 1) * rest
 
 
 @dataclass
@@ -219,9 +225,8 @@ class Search:
         step = math.lcm(8, self.base.latent_group or 1)
         self.dims = (self.base.latent_dim,) if "latent_dim" in fixed else tuple(range(step, width + 1, step))
         self.full = self.base.full_layers if "full_layers" in fixed else None
-        # a selection needs an observer before the first compressed layer, and the configuration asks for layer 0
+        # a selection needs an observer before the first compressed layer
         self.forced = {self.layers[0]} if self.base.selects else set()
-        self.extra = {0} - set(self.layers) if self.base.selects else set()
         self.open = not fixed.issuperset(self.NAMES)
         if self.full is not None:
             compressed_layers(self.base, specs)
@@ -251,7 +256,7 @@ class Search:
                     if not fitting:
                         continue
                     dim = max(fitting)
-                    error = errors.error(stride, dim, bits)
+                    error = errors.cost(stride, dim, bits)
                     cost = np.tile(error, (len(error), 1)) + (0 if reads is None else reads.missed)
                     if self.full is not None:
                         full = self.full
@@ -259,8 +264,8 @@ class Search:
                     else:
                         forced = {self.layers.index(layer) for layer in self.forced}
                         head = None if reads is not None else error
-                        total, nodes = plan_layers(cost, forced, count - len(self.extra), head)
-                        full = tuple(sorted(self.extra | {self.layers[node] for node in nodes}))
+                        total, nodes = plan_layers(cost, forced, count, head)
+                        full = tuple(self.layers[node] for node in nodes)
                     if math.isfinite(total):
                         yield Alternative(
                             full, stride, dim, bits, round(self._ratio(stride, dim, bits, count), 6), total
@@ -270,8 +275,7 @@ class Search:
         """Numbers of full layers to try."""
         if self.full is not None:
             return (len(self.full),)
-        least = len(self.forced | self.extra)
-        return range(least, len(self.layers) + len(self.extra))
+        return range(len(self.forced), len(self.layers))
 
     def _fits(self, stride: int, dim: int, bits: int, count: int) -> bool:
         return not self.open or self._ratio(stride, dim, bits, count) <= self.ratio + RATIO_SLACK
@@ -340,7 +344,7 @@ def explain(
     reads: Selections | None,
 ) -> dict[str, dict[str, Any]]:
     """Per compressed layer what `choose` says of it."""
-    expected = errors.error(config.stride, config.latent_dim, config.latent_bits)
+    expected = errors.cost(config.stride, config.latent_dim, config.latent_bits)
     observer = observing_layers(config, specs)
     told: dict[str, dict[str, Any]] = {}
     for node, layer in enumerate(layers):

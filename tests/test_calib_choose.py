@@ -221,7 +221,7 @@ def test_sliding_window_layers_are_neither_full_nor_compressed():
     assert set(config.full_layers) <= {2, 3}
     assert set(choice["layers"]) == {str(layer) for layer in {2, 3} - set(config.full_layers)}
     selecting, choice = chosen(0.9, ["select_fraction=0.5"], model=tiny("gemma3"))
-    assert selecting.full_layers == (0, 2) and choice["layers"]["3"]["observer"] == 2
+    assert selecting.full_layers == (2,) and choice["layers"]["3"]["observer"] == 2
 
 
 def test_layers_of_unlike_shapes_are_refused():
