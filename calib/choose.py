@@ -138,7 +138,6 @@ class ErrorModel:
         noise = NOISE[bits] / (1 - NOISE[bits]) * kept.mean(1, keepdims=True)
         return rest.sum(1) + (kept * noise / np.maximum(kept + noise, 1e-300)).sum(1)
 
-
     def cost(self, stride: int, latent_dim: int, bits: int) -> np.ndarray:
         """`error` to choose by: with what is left out counted SHIFT times."""
         rest = self.energy[stride][:, latent_dim:].sum(1)
