@@ -19,6 +19,7 @@ from calib import models
 from export import verify
 from export.cli import main
 from plugins.contract import bytes_at
+from plugins.deltakv.config import DeltaKVConfig
 from plugins.vqkv.config import VQKVConfig
 from runtime import Engine
 from runtime.artefact import Artefact, fp16_bytes, state_bytes, write_config
@@ -91,6 +92,49 @@ def test_inspect_prints_bytes_that_the_runtime_holds(built: Path, capsys: pytest
     assert state_bytes(artefact, even - 64) + described["fixed_bytes"] > fp16_bytes(artefact, even - 64)
     assert main(["inspect", str(built)]) == 0
     assert "Break-even" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def residual(workshop: Path) -> Path:
+    """The same with DeltaKV, whose decode steps read a part of the tokens."""
+    out = workshop / "engine-deltakv"
+    arguments = ["build", "--model", str(workshop / "model"), "--text", str(workshop / "text.txt"), "--ratio", "0.7"]
+    arguments += ["--method", "deltakv", "--fit", "fast", "--select-fraction", "0.3", "--context", "256"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_deltakv_build_tells_what_it_chose_and_what_it_checked(residual: Path) -> None:
+    report = json.loads((residual / "report.json").read_text(encoding="utf-8"))
+    assert all(check["ok"] for check in report["checks"])
+    assert {"codes", "selections"} <= {name for check in report["checks"] for name in check["name"].split()}
+    config, choice = report["method"]["config"], report["codec"]["choice"]
+    assert config["full_layers"] == choice["full_layers"] == [0] and config["select_fraction"] == 0.3
+    assert choice["layers"].keys() == {"1"} and choice["layers"]["1"]["observer"] == 0
+    assert 0 < choice["layers"]["1"]["coverage"] <= 1
+    with Engine.open(residual) as engine:
+        assert len(engine.generate(["hello"], None)[0].tokens) > 0
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_inspect_prints_deltakvs_bytes_as_the_runtime_holds_them(
+    residual: Path, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(residual), "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    config = DeltaKVConfig.from_json(described["method"]["config"])
+    rows = (tokens - config.sinks - config.window) // config.block * config.block
+    by_hand = tokens * config.width * 2 + config.width * 2  # the full layer and its trash row, fp16
+    by_hand += (rows + 1) * (config.latent_dim * config.latent_bits // 8 + 2 * config.scales + 2 * config.neighbors)
+    by_hand += (-(-rows // config.stride) + 1) * config.width * 2
+    by_hand += (config.sinks + config.window + config.block) * config.width * 2
+    with Engine.open(residual) as engine, engine.session() as session:
+        session.prefill([5] * tokens)
+        held = sum(session.state(spec.name).nbytes for spec in engine.artefact.states)
+        assert held == session.nbytes == by_hand == state_bytes(engine.artefact, tokens)
+    shown = {row["tokens"]: row["bytes"] for row in described["memory"]}
+    assert shown.get(tokens, by_hand) == by_hand and 4096 in shown
 
 
 def test_verify_repeats_the_checks(built: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
