@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -102,6 +103,11 @@ def write_engine(folder: Path, loaded: LoadedModel, codec: Codec | None, options
 
 
 def _check_options(options: BuildOptions) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "an engine is built by one process: fit with `torchrun -m calib fit`, then build with --codec and without "
+            "torchrun"
+        )
     method, given = options.request.name, options.request.given()
     if options.backend not in BACKENDS:
         raise UserError(f"--backend {options.backend} is unknown: use one of {', '.join(BACKENDS)}")

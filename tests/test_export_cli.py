@@ -224,6 +224,13 @@ def test_bad_input_gives_one_sentence_and_leaves_nothing_behind(
     assert unknown.value.code == 2
 
 
+def test_a_build_under_torchrun_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "one process" in refusal(capsys, "build", "--out", tmp_path / "engine")
+
+
 def test_a_codec_of_another_model_is_refused(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
