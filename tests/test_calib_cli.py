@@ -9,7 +9,7 @@ import torch
 from families import save_tiny
 
 from calib import codec as codecs
-from calib import deltakv, train, vqkv
+from calib import deltakv, vqkv
 from calib.cli import main
 from calib.models import load
 from calib.recall import KINDS, samples, score
@@ -244,17 +244,16 @@ def together(place, processes: int, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
 
 
-def test_two_processes_fit_what_one_does_and_one_of_them_tells(place, monkeypatch, capsys):
+def test_two_processes_fit_what_one_does_and_one_of_them_tells(place):
     done = together(place, 2, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["fit"] == "quality" and report["choice"]["training"]["steps"] == 3
     assert done.stderr.count("choosing layers") == 1 and not (place / "codec.partial").exists()
     pair = codecs.load(place / "codec")
-    monkeypatch.setitem(train.PLANS, "quick", train.TrainPlan(tokens=3 * 512, batch=512, micro=256, lr=0.02))
-    assert fitted_deltakv(place, "--fit", "quality", "--ratio", "0.7") == 0
-    out = capsys.readouterr().out
-    assert "quality fit" in out and "3 steps of training took the held-out KL divergence" in out
+    done = together(place, 1)  # with as many threads, on which the last bits depend
+    assert done.returncode == 0, done.stderr
+    assert "quality fit" in done.stdout and "3 steps of training took the held-out KL divergence" in done.stdout
     alone = codecs.load(place / "codec")
     assert alone.config == pair.config and sorted(alone.layers) == sorted(pair.layers)
     for name, tensor in alone.tensors().items():
