@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 ALTERNATIVES = 5  # shown of those that a choice was made from
 
@@ -179,11 +179,14 @@ def show_description(d: Mapping[str, Any]) -> None:
     _out.print(f"method {method['name']}, ratio {method['ratio']:.4f} by the paper's accounting", highlight=False)
     for key, value in method["config"].items():
         _out.print(f"  {key} = {value}", highlight=False)
-    table = Table("tensor", "role", "dtype", "shape", "written in place by", title="Tensor contract")
-    for name, spec in _grouped(d["tensors"]):
+    table = Table(
+        Column("tensor", overflow="fold", min_width=24), "role", "dtype", "shape", title="Tensor contract",
+        caption="* a state, written in place by the output of the same name and _out",
+    )  # fmt: skip
+    written = set(d["aliases"].values())
+    for name, spec in _grouped([spec for spec in d["tensors"] if spec["name"] not in written]):
         shape = " x ".join(str(dim) for dim in spec["shape"])
-        alias = f"{name}_out" if spec["alias"] else ""
-        table.add_row(name, spec["role"], spec["dtype"], shape or "scalar", alias)
+        table.add_row(name + (" *" if spec["alias"] else ""), spec["role"], spec["dtype"], shape or "scalar")
     _out.print(table)
     _out.print(_memory(d["memory"], d["fixed_bytes"]))
     even = d["break_even"]
