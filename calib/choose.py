@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from plugins.config import RATIO_SLACK
-from plugins.deltakv.config import BITS, DeltaKVConfig
+from plugins.config import RATIO_SLACK, mean_ratio
+from plugins.deltakv.config import BITS, DeltaKVConfig, layer_ratio
 from plugins.deltakv.reference import unpack
 from plugins.errors import UserError
 from plugins.geometry import Geometry
@@ -26,6 +26,7 @@ from plugins.layer import LayerSpec
 
 from .codec import compressed_layers, observing_layers
 from .deltakv import block_root, covariance, principal_axes, residuals
+from .quality import compressed_mask, selected_mask
 from .record import WindowRecord, output_weight, record_windows
 from .texts import Text, token_windows
 
@@ -169,12 +170,9 @@ def selections(records: dict[int, WindowRecord], weights: dict[int, Tensor], geo
             heads = len(seen.metric) // 2
             value = unpack(seen.rows[window][None], heads)[1][0].repeat_interleave(len(chance) // heads, dim=0)
             past = asked.cpu().numpy()
-            count = torch.from_numpy(geometry.selected(past)).to(asked.device)
-            edge = geometry.sinks + torch.from_numpy(geometry.encoded(past)).to(asked.device)
-            position = torch.arange(chance.shape[2], device=asked.device)
-            coded = (position >= geometry.sinks) & (position < edge[:, None])  # [m, N]
-            order = chance.amax(0).masked_fill(~coded, -1.0).sort(descending=True, stable=True).indices
-            own = torch.zeros_like(coded).scatter(1, order, position < count[:, None])
+            coded = compressed_mask(geometry, past, chance.shape[2], asked.device)  # [m, N]
+            own = selected_mask(geometry, chance.amax(0), coded, past)
+            count = own.sum(1)
             out = chance @ value  # [Hq, m, D]
             energy = projected(out, weights[layer]).clamp_min(1e-30)
             for i, chosen in enumerate(sets):
@@ -280,8 +278,8 @@ class Search:
         return not self.open or self._ratio(stride, dim, bits, count) <= self.ratio + RATIO_SLACK
 
     def _ratio(self, stride: int, dim: int, bits: int, count: int) -> float:
-        layer = self.base.reference_bits / 16 / stride + dim / self.base.width * bits / 16
-        return (count + (self.total - count) * layer) / self.total
+        layer = layer_ratio(self.base.reference_bits, stride, dim / self.base.width, bits)
+        return mean_ratio(layer, count, self.total)
 
     def _range(self) -> tuple[float, float]:
         """Least and most of the ratio; more than everything is never asked for."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plugins.errors import UserError
 from plugins.methods import METHODS
 
-from .request import add_arguments, from_arguments
+from .request import add_arguments, add_reading, from_arguments
 
 if TYPE_CHECKING:
     from .codec import Codec, CodecInfo
@@ -32,13 +32,8 @@ def parser() -> argparse.ArgumentParser:
     quality = commands.add_parser(
         "quality", help="measure what a codec costs", description="Perplexity, KL and top-1 through a compressed cache."
     )
-    quality.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
+    add_reading(quality)
     quality.add_argument("--codec", type=Path, required=True, metavar="DIR", help="codec folder")
-    quality.add_argument(
-        "--text", nargs="+", action="extend", default=[], metavar="FILE",
-        help="UTF-8 text (default: the topics of Python's help())",
-    )  # fmt: skip
-    quality.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
     quality.add_argument("--windows", type=int, default=8, help="windows per text (default: %(default)s)")
     quality.add_argument(
         "--recall", type=int, default=0, metavar="N",

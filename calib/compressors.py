@@ -101,8 +101,6 @@ def restore(tables: LayerCodec, x: Tensor) -> Tensor:
     z = tables.residual(rows, mean)
     if config.scales:
         with torch.no_grad():
-            ratio, scale = tables.scaled(z)
-            half = 1 << (config.latent_bits - 1)
-            error = tables.decoded((ratio.floor() + half).clamp(0, 2 * half - 1), scale) - z
+            error = tables.decoded(*tables.quantised(z)) - z
         z = z + error
     return torch.cat((x[:, : config.sinks], tables.g(z) + mean), dim=1)

@@ -16,8 +16,8 @@ from plugins.deltakv.config import DeltaKVConfig
 from plugins.deltakv.reference import LayerCodec
 from plugins.errors import UserError
 
-from .record import HELD_OUT, WindowRecord, held_out, metric_root, record_windows
-from .texts import Text, token_windows
+from .record import WindowRecord, held_out, metric_root, record_windows, windows_to_fit
+from .texts import Text
 
 NOISE = 1e-6  # of the latents' mean energy, added in least squares so that unused ones do no harm
 
@@ -47,7 +47,7 @@ class Plan:
     def vectors(self) -> int:
         """Tokens that each layer is fitted on: neither sinks nor references."""
         rows = len(self.windows[0]) - self.config.sinks
-        return (rows - -(-rows // self.config.stride)) * sum(not held for held in held_out(len(self.windows)))
+        return (rows - -(-rows // self.config.stride)) * held_out(len(self.windows)).count(False)
 
     def record_bytes(self, kv_heads: int) -> int:
         """Memory that the record of a layer takes."""
@@ -76,15 +76,7 @@ def plan(
     """What a fit reads. Raises UserError when the texts are too short."""
     spend = EFFORTS[effort]
     count = math.ceil(spend.tokens * config.width / context)
-    windows = token_windows(tokenizer, texts, context, count + max(1, -(-count // (HELD_OUT - 1))))
-    fitted = sum(not held for held in held_out(len(windows))) if windows else 0
-    if fitted * context < spend.least * config.width:
-        need = math.ceil(spend.least * config.width / context)
-        need += max(1, -(-need // (HELD_OUT - 1)))
-        raise UserError(
-            f"the texts give {len(windows) * context} tokens in windows of {context}, a {effort} fit needs "
-            f"{need * context}; give more with --text, or shorten --context"
-        )
+    windows = windows_to_fit(tokenizer, texts, context, count, context, spend.least * config.width, effort)
     return Plan(config, spend, windows)
 
 

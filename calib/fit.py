@@ -23,7 +23,7 @@ from plugins.methods import config_class, reference
 from .adapter import layer_specs
 from .codec import Codec, CodecInfo, check_target, compressed_layers, load, save
 from .request import FITS, FitRequest
-from .texts import Text, pick_context, read_texts
+from .texts import Text, pick_context
 from .train import PLANS, World, train
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def fit_for(
     Raises UserError as `fit_codec`, `configure` and `check` do.
     """
     fit, out = _way(request), Path(out)
-    texts = read_texts(request.texts)
+    texts = request.contents
     context = pick_context(request.context, loaded.model.config)
     with World.joined() as world:
 
@@ -237,7 +237,7 @@ def fit_identity(request: FitRequest, loaded: LoadedModel) -> dict[str, Any]:
         "method": request.name,
         "ratio": request.target,
         "settings": list(request.settings),
-        "texts": [text.sha256 for text in read_texts(request.texts)],
+        "texts": [text.sha256 for text in request.contents],
         "fit": _way(request),
         "effort": request.effort or default_effort(),
         "seed": request.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, scaled_dot_product_attention
@@ -41,9 +42,9 @@ def tiles(geometry: Geometry, total: int, device: torch.device | str = "cpu", si
     sinks, made = geometry.sinks, []
     for first in range(0, total, size):
         last = min(first + size, total)
-        begin, edge = (sinks + int(geometry.encoded(position)) for position in (first, last - 1))
+        border = torch.from_numpy(sinks + geometry.encoded(np.arange(first, last)))[:, None]
+        begin, edge = int(border[0]), int(border[-1])
         query = torch.arange(first, last)[:, None]
-        border = torch.tensor([sinks + int(geometry.encoded(position)) for position in range(first, last)])[:, None]
         near = torch.cat((torch.arange(min(sinks, last)), torch.arange(begin, last)))
         exact = (near <= query) & ((near < sinks) | (near >= border))
         mask = torch.cat((torch.arange(sinks, edge) < border, exact), dim=1)

@@ -41,9 +41,8 @@ class Prefill:
     logits: Tensor
 
 
-def compressed_mask(geometry: Geometry, first: int, total: int, device: torch.device | str = "cpu") -> Tensor:
-    """bool [total - first, total]: True where the query fed at position p sees position j through its codes."""
-    past = np.arange(first, total)
+def compressed_mask(geometry: Geometry, past: np.ndarray, total: int, device: torch.device | str = "cpu") -> Tensor:
+    """bool [S, total]: True where the query fed at position past[s] sees position j through its codes."""
     edge = torch.from_numpy(geometry.sinks + geometry.encoded(past)).to(device)
     position = torch.arange(total, device=device)
     return (position >= geometry.sinks) & (position < edge[:, None])
@@ -66,16 +65,15 @@ def prefill(model: PreTrainedModel, ids: Tensor, decoded: int = DECODED) -> Pref
     return result
 
 
-def selected_mask(geometry: Geometry, received: Tensor, coded: Tensor, first: int) -> Tensor:
-    """The compressed positions that each query reads: bool [B, S, N].
+def selected_mask(geometry: Geometry, received: Tensor, coded: Tensor, past: np.ndarray) -> Tensor:
+    """The compressed positions that each query reads: bool [..., S, N].
 
-    received [B, S, N]: attention that every position gets from the queries fed at positions first, first + 1, ..., the
-    largest of all heads. coded [S, N]: `compressed_mask`. The lower position of equals is taken.
+    received [..., S, N]: attention that every position gets from the queries fed at positions past [S], the largest of
+    all heads. coded [S, N]: `compressed_mask`. The lower position of equals is taken.
     """
-    rows, total = coded.shape
-    count = torch.from_numpy(geometry.selected(np.arange(first, first + rows))).to(received.device)
+    count = torch.from_numpy(geometry.selected(past)).to(received.device)
     order = received.masked_fill(~coded, -1.0).sort(dim=-1, descending=True, stable=True).indices
-    chosen = torch.arange(total, device=received.device) < count[:, None]
+    chosen = torch.arange(coded.shape[1], device=received.device) < count[:, None]
     return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, chosen.expand_as(order))
 
 
@@ -86,7 +84,8 @@ def decode(model: PreTrainedModel, start: Prefill, codec: Codec) -> Tensor:
     first, geometry = total - decoded, codec.config.geometry()
     observer = observing_layers(codec.config, layer_specs(model)) if geometry.selects else {}
     masks: dict[int, Tensor] = {}
-    coded = compressed_mask(geometry, first, total, device)
+    past = np.arange(first, total)
+    coded = compressed_mask(geometry, past, total, device)
     chosen: dict[int, Tensor] = {}  # observing layer -> what its followers read, bool [B, 1, S, N]
 
     def on_attention(call: AttentionCall) -> Tensor:
@@ -100,7 +99,7 @@ def decode(model: PreTrainedModel, start: Prefill, codec: Codec) -> Tensor:
         if tables is None:
             weight = _weights(call, q, rotate(k, *turn), None, mask, coded)
             if call.layer in observer.values():
-                chosen[call.layer] = selected_mask(geometry, weight.amax(1), coded, first)[:, None]
+                chosen[call.layer] = selected_mask(geometry, weight.amax(1), coded, past)[:, None]
             return weight @ _spread(v, q)
         k_coded, v_coded = tables.approximate(k, v, lambda x: rotate(x, *turn))
         if call.layer in observer:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plugins.attention import attend, causal_mask, rotate
 from plugins.deltakv.reference import pack
@@ -16,6 +17,7 @@ from plugins.errors import UserError
 from plugins.vqkv.config import VQKVConfig
 
 from .adapter import AttentionCall, intercept
+from .texts import Text, token_windows
 
 TILE = 512  # query rows per tile where scores have to be formed
 PAIRS = 4  # keys drawn per query when keys are coded before RoPE
@@ -68,6 +70,33 @@ def held_out(windows: int) -> list[bool]:
     return [index % step == step - 1 for index in range(windows)]
 
 
+def windows_to_fit(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Text],
+    context: int,
+    count: int,
+    usable: int,
+    least: int,
+    effort: str,
+) -> list[list[int]]:
+    """Windows of `context` token ids: `count` to fit on and those held out beside them, or fewer where the texts end.
+
+    Raises UserError when those to fit on have fewer than `least` tokens, of which a window has `usable`.
+    """
+
+    def with_held(fitted: int) -> int:
+        return fitted + max(1, -(-fitted // (HELD_OUT - 1)))
+
+    windows = token_windows(tokenizer, texts, context, with_held(count))
+    if held_out(len(windows)).count(False) * usable < least:
+        need = with_held(math.ceil(least / usable)) * context
+        raise UserError(
+            f"the texts give {len(windows) * context} tokens in windows of {context}, a {effort} fit needs {need}; "
+            "give more with --text, or shorten --context"
+        )
+    return windows
+
+
 def metric_root(metric: Tensor) -> Tensor:
     """Symmetric square root of metric [T, D, D], scaled to a mean eigenvalue of 1 and kept invertible by RIDGE."""
     metric = metric.double()
@@ -101,6 +130,25 @@ def causal_attention(call: AttentionCall) -> Tensor:
     return torch.cat(out, dim=2)
 
 
+def read(
+    model: PreTrainedModel,
+    windows: Sequence[Sequence[int]],
+    see: Callable[[AttentionCall, int], None],
+    progress: Callable[[], None],
+) -> None:
+    """Run the model over `windows` one by one, exactly; `see` is shown each attention and its window's number."""
+    number = 0
+
+    def on_attention(call: AttentionCall) -> Tensor:
+        see(call, number)
+        return causal_attention(call)
+
+    with intercept(model, on_attention):
+        for number, ids in enumerate(windows):  # noqa: B007 (on_attention reads it)
+            model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
+            progress()
+
+
 @torch.no_grad()
 def record(
     model: PreTrainedModel,
@@ -119,9 +167,8 @@ def record(
     """
     kept: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in layers}
     metrics: dict[int, Tensor] = {}
-    number = 0
 
-    def on_attention(call: AttentionCall) -> Tensor:
+    def see(call: AttentionCall, number: int) -> None:
         if call.layer in kept:
             draw = _generator(seed, number)
             usable = call.k.shape[2] - config.sinks
@@ -132,12 +179,8 @@ def record(
             metric, received = attention_statistics(call, asked, config, _generator(seed, number, call.layer))
             kept[call.layer].append((keys[0, :, token].clone(), call.v[0, :, token].clone(), received[:, token]))
             metrics[call.layer] = metrics.get(call.layer, 0) + metric.double()
-        return causal_attention(call)
 
-    with intercept(model, on_attention):
-        for number, window in enumerate(windows):  # noqa: B007 (on_attention reads it)
-            model(input_ids=torch.tensor([list(window)], device=model.device), use_cache=False, logits_to_keep=1)
-            progress()
+    read(model, windows, see, progress)
     result = {}
     for layer in layers:
         keys, values, received = (torch.cat(part, dim=1) for part in zip(*kept.pop(layer), strict=True))
@@ -253,9 +296,8 @@ def record_windows(
     """
     weights = {layer: output_weight(model, layer).detach().float() for layer in layers}
     kept: dict[int, list[tuple[Tensor, Tensor, float, Tensor, Tensor | None]]] = {layer: [] for layer in layers}
-    number = 0
 
-    def on_attention(call: AttentionCall) -> Tensor:
+    def see(call: AttentionCall, number: int) -> None:
         if call.layer in kept:
             first = min(sinks + window, call.k.shape[2] - 1)
             draw = torch.randperm(call.k.shape[2] - first, generator=_generator(seed, number))[:queries]
@@ -265,12 +307,8 @@ def record_windows(
             metric, energy = output_statistics(call, seen, asked, weights[call.layer], draw)
             chance = seen.chance.unflatten(1, (-1, len(asked))).flatten(0, 1) if attention else None
             kept[call.layer].append((pack(call.k, call.v)[0].float(), metric.double(), energy, asked, chance))
-        return causal_attention(call)
 
-    with intercept(model, on_attention):
-        for number, ids in enumerate(windows):  # noqa: B007 (on_attention reads it)
-            model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
-            progress()
+    read(model, windows, see, progress)
     result = {}
     for layer in layers:
         rows, metrics, energies, asked, chances = zip(*kept.pop(layer), strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from plugins.errors import UserError
 from plugins.methods import DEFAULT_METHOD, DEFAULT_RATIOS, METHODS
 
 if TYPE_CHECKING:
-    pass
+    from .texts import Text
 
 FITS = ("fast", "quality")
 
@@ -48,6 +49,13 @@ class FitRequest:
         """The ratio asked for, or the method's default."""
         return DEFAULT_RATIOS[self.name] if self.ratio is None else self.ratio
 
+    @cached_property
+    def contents(self) -> list[Text]:
+        """The texts, read once; without any the default one. Raises UserError for an unreadable one."""
+        from .texts import read_texts
+
+        return read_texts(self.texts)
+
     def given(self) -> dict[str, object]:
         """Options that were set, by their names on the command line."""
         options = {
@@ -61,9 +69,19 @@ class FitRequest:
         return {name: value for name, value in options.items() if value is not None}
 
 
+def add_reading(command: argparse.ArgumentParser) -> None:
+    """Which model reads which text in windows of which length."""
+    command.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
+    command.add_argument(
+        "--text", nargs="+", action="extend", default=[], metavar="FILE",
+        help="UTF-8 text (default: the topics of Python's help())",
+    )  # fmt: skip
+    command.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
+
+
 def add_arguments(command: argparse.ArgumentParser, methods: Sequence[str]) -> None:
     """The options of a fit."""
-    command.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id (default: the built-in model)")
+    add_reading(command)
     command.add_argument("--method", help=f"one of {', '.join(methods)} (default: {DEFAULT_METHOD})")
     ratios = ", ".join(f"{ratio} for {name}" for name, ratio in DEFAULT_RATIOS.items())
     command.add_argument("--ratio", type=float, help=f"part of the fp16 KV bytes that remains (default: {ratios})")
@@ -82,11 +100,6 @@ def add_arguments(command: argparse.ArgumentParser, methods: Sequence[str]) -> N
         help="deltakv: layer by layer, or jointly through the model (default: quality on a GPU, fast without one)",
     )  # fmt: skip
     command.add_argument("--effort", choices=("quick", "full"), help="default: full on a GPU, quick without one")
-    command.add_argument(
-        "--text", nargs="+", action="extend", default=[], metavar="FILE",
-        help="UTF-8 text to fit on (default: the topics of Python's help())",
-    )  # fmt: skip
-    command.add_argument("--context", type=int, help="tokens per window (default: 4096, or the model's limit)")
     command.add_argument("--seed", type=int, default=0, help="of the fit")
 
 

@@ -15,8 +15,8 @@ from plugins.errors import UserError
 from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.reference import LayerCodec, Quantiser, nearest
 
-from .record import HELD_OUT, LayerRecord, held_out, metric_root, record
-from .texts import Text, token_windows
+from .record import LayerRecord, held_out, metric_root, record, windows_to_fit
+from .texts import Text
 
 WARM_STRIDE = 8  # early k-means iterations read every eighth vector, when that leaves as many per codeword
 MOST_VECTORS = 1 << 18
@@ -55,7 +55,7 @@ class Plan:
     @property
     def vectors(self) -> int:
         """Tokens that each layer is fitted on."""
-        return self.rows * sum(not held for held in held_out(len(self.windows)))
+        return self.rows * held_out(len(self.windows)).count(False)
 
     def record_bytes(self, kv_heads: int) -> int:
         """Memory that the record of a layer takes."""
@@ -87,15 +87,8 @@ def plan(
     wanted = min(spend.vectors * entries, max(MOST_VECTORS, spend.least * entries))
     usable = context - config.sinks
     count = max(1, math.ceil(wanted / (spend.share * usable)))
-    windows = token_windows(tokenizer, texts, context, count + max(1, -(-count // (HELD_OUT - 1))))
-    fitted = sum(not held for held in held_out(len(windows)))
-    if fitted * usable < spend.least * entries:
-        need = math.ceil(spend.least * entries / usable)
-        need += max(1, -(-need // (HELD_OUT - 1)))
-        raise UserError(
-            f"the texts give {len(windows) * context} tokens in windows of {context}, a {effort} fit needs "
-            f"{need * context}; give more with --text, or shorten --context"
-        )
+    windows = windows_to_fit(tokenizer, texts, context, count, usable, spend.least * entries, effort)
+    fitted = held_out(len(windows)).count(False)
     return Plan(config, spend, windows, min(usable, math.ceil(wanted / fitted)))
 
 

@@ -184,13 +184,13 @@ def _quality(
 ) -> dict[str, Any] | None:
     """What the codec loses on windows of its own text, simulated in torch; the eval commands measure other texts."""
     from calib.quality import measure
-    from calib.texts import read_texts, token_windows
+    from calib.texts import token_windows
 
     if codec is None:
         return None
     say("Measuring what the codec loses")
     context = min(QUALITY_CONTEXT, int(loaded.model.config.max_position_embeddings))
-    texts = read_texts(options.request.texts)
+    texts = options.request.contents
     windows = token_windows(loaded.tokenizer, texts, context, QUALITY_WINDOWS)
     if not windows:
         return None

@@ -17,6 +17,11 @@ _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 _EXAMPLES = {"bool": "true", "int": "32", "float": "0.25", "str": "text", "tuple[int, ...]": "0,1"}
 
 
+def mean_ratio(layer_ratio: float, full: int, num_layers: int) -> float:
+    """Of a model's layers, `full` of which keep everything and the others `layer_ratio`."""
+    return (full + (num_layers - full) * layer_ratio) / num_layers
+
+
 @dataclass(frozen=True)
 class MethodConfig:
     """Base of the methods' public definitions; the fields are the subclass's, plain numbers, words and tuples of ints.
@@ -72,7 +77,7 @@ class MethodConfig:
             raise ValueError("ratio() of a configuration with full_layers needs num_layers")
         if max(layers) >= num_layers:
             raise UserError(f"full_layers={layers} names layers of a model that has {num_layers}")
-        return (len(layers) + (num_layers - len(layers)) * self.layer_ratio()) / num_layers
+        return mean_ratio(self.layer_ratio(), len(layers), num_layers)
 
     def override(self: Config, settings: Iterable[str]) -> Config:
         """This configuration with "key=value" settings applied, values written as in `describe`.

@@ -122,21 +122,22 @@ def test_windows_of_a_batch_choose_what_they_read_by_themselves():
 
 def test_a_query_reads_the_rows_that_receive_most_and_the_lower_of_equals():
     geometry = Geometry(sinks=2, window=4, block=2, select_count=2)
-    coded = compressed_mask(geometry, 12, 14)
+    coded = compressed_mask(geometry, np.arange(12, 14), 14)
     assert coded.sum(1).tolist() == [6, 6]
     received = torch.tensor(
         [[9.0, 9, 1, 3, 3, 0, 3, 2, 9, 9, 9, 9, 9, 9], [9.0, 9, 0, 0, 0, 0, 0, 0, 9, 9, 9, 9, 9, 9]]
     )
-    read = selected_mask(geometry, received[None], coded, 12)[0]
+    read = selected_mask(geometry, received[None], coded, np.arange(12, 14))[0]
     assert [row.nonzero()[:, 0].tolist() for row in read] == [[3, 4], [2, 3]]
     quarter = Geometry(sinks=2, window=4, block=2, select_fraction=0.2)  # 0.2 of 6 rows, rounded up
-    assert selected_mask(quarter, received[None], coded, 12).sum(-1).tolist() == [[2, 2]]
-    assert selected_mask(quarter, received[None, :, :7], compressed_mask(geometry, 5, 7), 5).sum() == 0
+    assert selected_mask(quarter, received[None], coded, np.arange(12, 14)).sum(-1).tolist() == [[2, 2]]
+    early = np.arange(5, 7)
+    assert selected_mask(quarter, received[None, :, :7], compressed_mask(geometry, early, 7), early).sum() == 0
 
 
 def test_the_mask_marks_what_is_coded_once_the_query_is_fed():
     geometry = Geometry(sinks=2, window=8, block=4)
-    mask = compressed_mask(geometry, 20, 60)
+    mask = compressed_mask(geometry, np.arange(20, 60), 60)
     for row, past in enumerate(range(20, 60)):
         coded = [2 <= position < 2 + geometry.encoded(past) for position in range(60)]
         assert mask[row].tolist() == coded

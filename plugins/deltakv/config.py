@@ -15,6 +15,14 @@ COMPRESSORS = ("linear", "swiglu")
 STEPS = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
+def layer_ratio(reference_bits: int, stride: int, part: float, latent_bits: int) -> float:
+    """References and latents of a compressed layer, over its fp16 bytes (paper, section 4).
+
+    part: latent_dim / width. Indices, scales, sinks and window are not counted.
+    """
+    return reference_bits / 16 / stride + part * latent_bits / 16
+
+
 @dataclass(frozen=True)
 class DeltaKVConfig(MethodConfig):
     """Residual KV cache against similar earlier tokens (DeltaKV, arXiv:2602.08005).
@@ -101,7 +109,7 @@ class DeltaKVConfig(MethodConfig):
     @property
     def selects(self) -> bool:
         """Whether decode steps read only some of the compressed tokens."""
-        return self.select_fraction > 0 or self.select_count > 0
+        return self.geometry().selects
 
     @property
     def scales(self) -> int:
@@ -121,9 +129,7 @@ class DeltaKVConfig(MethodConfig):
         )
 
     def layer_ratio(self) -> float:
-        """References and latents; indices, scales, sinks and window not counted (paper, section 4)."""
-        references = self.reference_bits / 16 / self.stride
-        return references + self.latent_dim / self.width * self.latent_bits / 16
+        return layer_ratio(self.reference_bits, self.stride, self.latent_dim / self.width, self.latent_bits)
 
     def summary(self) -> str:
         """One line: "every 10th token a reference, 4 nearest, latent 256 of 384 in 4 bits, linear, full layers 0"."""

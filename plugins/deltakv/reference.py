@@ -98,12 +98,15 @@ class LayerCodec:
         return torch.where(scale > 0, y / scale, 0).round().clamp(-127, 127), scale
 
     def latents(self, x: Tensor, mean: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """x and the mean of its references [..., X] -> codes [..., latent_dim] and scales [..., scales].
+        """x and the mean of its references [..., X] -> what is stored of their residual, see `quantised`."""
+        return self.quantised(self.residual(x, mean), state_dtype)
+
+    def quantised(self, z: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Latents z [..., latent_dim] -> codes [..., latent_dim] and scales [..., scales].
 
         Codes are whole numbers from 0 to 2^bits - 1 in a float tensor; with 16 bits the latents themselves, without a
         scale.
         """
-        z = self.residual(x, mean)
         if not self.config.scales:
             return z.to(state_dtype).float(), z.new_zeros(*z.shape[:-1], 0)
         ratio, scale = self.scaled(z, state_dtype)
@@ -123,7 +126,7 @@ class LayerCodec:
         return ratio.flatten(-2), scale
 
     def decoded(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """Latents z [..., latent_dim] from what `latents` returned."""
+        """Latents z [..., latent_dim] from what `quantised` returned."""
         if not self.config.scales:
             return codes
         half = 1 << (self.config.latent_bits - 1)
@@ -213,7 +216,7 @@ def unpack(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Rows:
-    """What the cache stores of code rows [1, n]: see `LayerCodec.latents` and `LayerCodec.assign`."""
+    """What the cache stores of code rows [1, n]: see `LayerCodec.quantised` and `LayerCodec.assign`."""
 
     codes: Tensor  # [1, n, latent_dim]
     scales: Tensor  # [1, n, scales]
@@ -289,11 +292,12 @@ class LayerCache:
         references = codec.reference_rows(self.rows[:, : sinks + last], self.state_dtype)
         index, gap = codec.assign(x, references, first)
         mean = codec.means(references, index)
-        codes, scales = codec.latents(x, mean, self.state_dtype)
+        z = codec.residual(x, mean)
+        codes, scales = codec.quantised(z, self.state_dtype)
         noise = NOISE * (x @ codec.compress).square().mean(-1, keepdim=True).sqrt()
         margin = torch.full_like(codes, torch.inf)
         if codec.config.scales:
-            ratio = codec.scaled(codec.residual(x, mean), self.state_dtype)[0]
+            ratio = codec.scaled(z, self.state_dtype)[0]
             steps = (noise / scales).repeat_interleave(codec.config.latent_dim // codec.config.scales, dim=-1)
             exact = (x == mean).all(-1) & (torch.arange(first, last) % codec.config.stride == 0)
             margin = torch.where(exact[..., None], torch.inf, (ratio - ratio.round()).abs() - steps)
