@@ -1,8 +1,10 @@
-"""Choose DeltaKV's configuration for a ratio: full layers, reference stride, size and bits of the latents.
+"""Choose DeltaKV's configuration for a ratio: reference stride, which latents get how many bits, full layers.
 
 Few windows are recorded exactly. From them follow, per layer and relative to the energy of its attention block's
-output, the error that a stride and a size of latents leave and the error of reading only the tokens that an earlier
-layer would select. A dynamic programme picks the full layers that make their sum smallest (paper, appendix).
+output, the error that a stride and the latents leave and the error of reading only the tokens that an earlier
+layer would select. Where there is a selection, a dynamic programme picks the full layers that make their sum smallest
+(paper, appendix); without one no layer is kept full, since bits spent on all layers lose less
+(docs/quality-deltakv.md).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plugins.config import RATIO_SLACK, mean_ratio
-from plugins.deltakv.config import BITS, DeltaKVConfig, layer_ratio
+from plugins.deltakv.config import DeltaKVConfig, latents_to_text, layer_ratio
 from plugins.deltakv.reference import unpack
 from plugins.errors import UserError
 from plugins.geometry import Geometry
@@ -31,11 +33,13 @@ from .record import WindowRecord, output_weight, record_windows
 from .texts import Text, token_windows
 
 STRIDES = (5, 8, 10, 16, 20, 32, 64)
+BITS = (8, 4, 2)  # of the latents' segments; the axes of most energy come first
 WINDOWS, CONTEXT, QUERIES = 2, 2048, 48
 NOISE = {2: 0.1188, 4: 0.01154, 8: 1e-4, 16: 0.0}  # mean squared error of the latents' quantiser for a Gaussian
 # Text unlike what is recorded here has more energy on the axes left out, while the quantiser's noise follows the text:
 # with this factor the error orders configurations as their measured KL divergence does (docs/quality-deltakv.md).
 SHIFT = 2.0
+Segments = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,7 @@ class Alternative:
 
     full_layers: tuple[int, ...]
     stride: int
-    latent_dim: int
-    latent_bits: int
+    latents: str
     ratio: float
     error: float
 
@@ -67,7 +70,8 @@ def choose(
     ratio is theirs. Reads WINDOWS windows of at most `context` tokens, on the first CUDA device when there is one.
     The reasons, as JSON: "full_layers"; "layers", per compressed layer its "error" and with a selection its "observer",
     the "missed" error of reading what that selects, and the "coverage" of the layer's own selection by it;
-    "alternatives", the best for each number of full layers; "error", "windows", "context" and "queries".
+    "alternatives", the best for each stride, or with a selection for each number of full layers; "error", "windows",
+    "context" and "queries".
     Raises UserError for bad settings, a text without a window, and a ratio out of reach.
     """
     search = Search(specs, settings, ratio)
@@ -130,19 +134,50 @@ class ErrorModel:
                 energy[stride].append(value * (1 - 1 / stride) / max(seen.energy, 1e-30))
         return cls({stride: np.stack(rows) for stride, rows in energy.items()})
 
-    def error(self, stride: int, latent_dim: int, bits: int) -> np.ndarray:
-        """Per layer: what the axes left out hold, and what least squares cannot tell from the quantiser's noise.
+    def error(self, stride: int, segments: Segments) -> np.ndarray:
+        """Per layer: what the axes left out hold, and what least squares cannot tell from the quantiser's noise."""
+        return lost(self.energy[stride], segments)
 
-        Latents are levelled, so the noise N is alike on all axes, and of an axis of energy e remains e N / (e + N).
-        """
-        kept, rest = np.split(self.energy[stride], [latent_dim], axis=1)
-        noise = NOISE[bits] / (1 - NOISE[bits]) * kept.mean(1, keepdims=True)
-        return rest.sum(1) + (kept * noise / np.maximum(kept + noise, 1e-300)).sum(1)
-
-    def cost(self, stride: int, latent_dim: int, bits: int) -> np.ndarray:
+    def cost(self, stride: int, segments: Segments) -> np.ndarray:
         """`error` to choose by: with what is left out counted SHIFT times."""
-        rest = self.energy[stride][:, latent_dim:].sum(1)
-        return self.error(stride, latent_dim, bits) + (SHIFT - 1) * rest
+        return lost(self.energy[stride], segments, SHIFT)
+
+    def best_segments(self, stride: int, budget: float) -> Segments | None:
+        """The segments of at most `budget` bits that cost all layers together least; None: there is no room for any."""
+        total = self.energy[stride].sum(0)
+        found = [(float(lost(total[None], item, SHIFT)[0]), item) for item in splits(len(total), budget)]
+        return min(found)[1] if found else None
+
+
+def lost(energy: np.ndarray, segments: Segments, shift: float = 1.0) -> np.ndarray:
+    """What remains of energy [n, X] on principal axes: [n]; what the segments leave out counts `shift` times.
+
+    The latents of a segment are levelled, so the noise N is alike on all its axes, and of an axis of energy e remains
+    e N / (e + N).
+    """
+    result, first = np.zeros(len(energy)), 0
+    for size, bits in segments:
+        kept = energy[:, first : first + size]
+        noise = NOISE[bits] / (1 - NOISE[bits]) * kept.mean(1, keepdims=True)
+        result += (kept * noise / np.maximum(kept + noise, 1e-300)).sum(1)
+        first += size
+    return result + shift * energy[:, first:].sum(1)
+
+
+def splits(width: int, budget: float) -> list[Segments]:
+    """Ways to spend at most `budget` bits on the first of `width` principal axes."""
+    step = max(8, width // 24 // 8 * 8)
+    found = []
+    for eights in range(0, width + 1, step):
+        for fours in range(0, width - eights + 1, step):
+            rest = budget - 8 * eights - 4 * fours
+            if rest < 0:
+                break
+            twos = int(min(rest / 2, width - eights - fours)) // 8 * 8
+            segments = tuple((n, bits) for n, bits in zip((eights, fours, twos), BITS, strict=True) if n)
+            if segments:
+                found.append(segments)
+    return found
 
 
 @dataclass
@@ -197,7 +232,7 @@ def projected(out: Tensor, weight: Tensor) -> Tensor:
 class Search:
     """The configurations that `settings` leave open for a model with layers `specs`."""
 
-    NAMES = ("full_layers", "stride", "latent_dim", "latent_bits")
+    NAMES = ("full_layers", "stride", "latents")
 
     def __init__(self, specs: Sequence[LayerSpec], settings: Sequence[str], ratio: float) -> None:
         """Raises UserError for settings that do not fit the model."""
@@ -206,7 +241,7 @@ class Search:
             raise UserError("every layer of this model has a sliding window: deltakv has nothing to compress")
         first = whole[0]
         width = 2 * first.num_kv_heads * first.head_dim
-        self.base = DeltaKVConfig(first.head_dim, first.num_kv_heads, width).override(settings)
+        self.base = DeltaKVConfig(first.head_dim, first.num_kv_heads, f"{width // 8 * 8}x8").override(settings)
         fixed = {setting.partition("=")[0].strip() for setting in settings}
         self.ratio, self.total = ratio, len(specs)
         self.layers = [spec.layer for spec in whole]
@@ -216,26 +251,23 @@ class Search:
                 f"{first.layer} {first.num_kv_heads} of {first.head_dim}: deltakv needs them alike; use --method vqkv"
             )
         self.strides = (self.base.stride,) if "stride" in fixed else STRIDES
-        self.bits = (self.base.latent_bits,) if "latent_bits" in fixed else BITS
-        if self.base.latent_group and "latent_bits" not in fixed:
-            self.bits = tuple(bits for bits in BITS if bits < 16)
-        step = math.lcm(8, self.base.latent_group or 1)
-        self.dims = (self.base.latent_dim,) if "latent_dim" in fixed else tuple(range(step, width + 1, step))
+        self.segments = self.base.segments if "latents" in fixed else None
         self.full = self.base.full_layers if "full_layers" in fixed else None
-        # a selection needs an observer before the first compressed layer
-        self.forced = {self.layers[0]} if self.base.selects else set()
         self.open = not fixed.issuperset(self.NAMES)
         if self.full is not None:
             compressed_layers(self.base, specs)
             observing_layers(self.base, specs)
 
     def best(self, errors: ErrorModel, reads: Selections | None) -> tuple[Alternative, list[Alternative]]:
-        """The best configuration, and the best for each number of full layers. Raises UserError when none fits."""
+        """The best configuration, and the best for each stride, or with a selection for each number of full layers.
+
+        Raises UserError when none fits.
+        """
         found: dict[int, Alternative] = {}
         for item in self._configurations(errors, reads):
-            size = len(item.full_layers)
-            if size not in found or item.error < found[size].error:
-                found[size] = item
+            key = item.stride if reads is None else len(item.full_layers)
+            if key not in found or item.error < found[key].error:
+                found[key] = item
         low, high = self._range()
         if not found or self.ratio > high + RATIO_SLACK and self.open:
             fixed = "" if self.open else " with these --set"
@@ -243,84 +275,75 @@ class Search:
                 f"ratio {self.ratio:g} is out of reach{fixed}: --ratio takes {low:.4f} to {high:.4f} for this model, "
                 "deltakv and the fields that --set fixes"
             )
-        return min(found.values(), key=lambda item: item.error), [found[size] for size in sorted(found)]
+        return min(found.values(), key=lambda item: item.error), [found[key] for key in sorted(found)]
 
     def _configurations(self, errors: ErrorModel, reads: Selections | None) -> Iterator[Alternative]:
         for stride in self.strides:
-            for bits in self.bits:
-                for count in self._counts():
-                    fitting = [dim for dim in self.dims if self._fits(stride, dim, bits, count)]
-                    if not fitting:
-                        continue
-                    dim = max(fitting)
-                    error = errors.cost(stride, dim, bits)
-                    cost = np.tile(error, (len(error), 1)) + (0 if reads is None else reads.missed)
-                    if self.full is not None:
-                        full = self.full
-                        total = self._cost(cost, full, None if reads is not None else error)
-                    else:
-                        forced = {self.layers.index(layer) for layer in self.forced}
-                        head = None if reads is not None else error
-                        total, nodes = plan_layers(cost, forced, count, head)
-                        full = tuple(self.layers[node] for node in nodes)
-                    if math.isfinite(total):
-                        yield Alternative(
-                            full, stride, dim, bits, round(self._ratio(stride, dim, bits, count), 6), total
-                        )
+            for count in self._counts():
+                segments = self.segments or errors.best_segments(stride, self._budget(stride, count))
+                if segments is None or not self._fits(stride, segments, count):
+                    continue
+                error = errors.cost(stride, segments)
+                full = self.full or ()
+                if reads is None:
+                    total = sum(float(e) for layer, e in zip(self.layers, error, strict=True) if layer not in full)
+                elif self.full is not None:
+                    total = self._cost(error + reads.missed, full)
+                else:
+                    total, nodes = plan_layers(error + reads.missed, count)
+                    full = tuple(self.layers[node] for node in nodes)
+                if math.isfinite(total):
+                    ratio = round(self._ratio(stride, segments, count), 6)
+                    yield Alternative(full, stride, latents_to_text(segments), ratio, total)
 
     def _counts(self) -> Sequence[int]:
         """Numbers of full layers to try."""
         if self.full is not None:
             return (len(self.full),)
-        return range(len(self.forced), len(self.layers))
+        return range(1, len(self.layers)) if self.base.selects else (0,)
 
-    def _fits(self, stride: int, dim: int, bits: int, count: int) -> bool:
-        return not self.open or self._ratio(stride, dim, bits, count) <= self.ratio + RATIO_SLACK
+    def _budget(self, stride: int, count: int) -> float:
+        """Bits that a token's latents may take in each compressed layer, of which there are all but `count`."""
+        layer = (self.ratio + RATIO_SLACK - count / self.total) / (1 - count / self.total)
+        return 16 * self.base.width * (layer - layer_ratio(self.base.reference_bits, stride, 0)) + 1e-6
 
-    def _ratio(self, stride: int, dim: int, bits: int, count: int) -> float:
-        layer = layer_ratio(self.base.reference_bits, stride, dim / self.base.width, bits)
-        return mean_ratio(layer, count, self.total)
+    def _fits(self, stride: int, segments: Segments, count: int) -> bool:
+        return not self.open or self._ratio(stride, segments, count) <= self.ratio + RATIO_SLACK
+
+    def _ratio(self, stride: int, segments: Segments, count: int) -> float:
+        bits = sum(size * bits for size, bits in segments) / self.base.width
+        return mean_ratio(layer_ratio(self.base.reference_bits, stride, bits), count, self.total)
 
     def _range(self) -> tuple[float, float]:
         """Least and most of the ratio; more than everything is never asked for."""
-        counts = self._counts()
-        low = self._ratio(max(self.strides), min(self.dims), min(self.bits), counts[0])
-        high = self._ratio(min(self.strides), max(self.dims), max(self.bits), counts[-1])
+        counts, width = self._counts(), self.base.width // 8 * 8
+        low = self._ratio(max(self.strides), self.segments or ((8, 2),), counts[0])
+        high = self._ratio(min(self.strides), self.segments or ((width, 8),), counts[-1])
         return low, min(max(low, high), 1.0)
 
-    def _cost(self, cost: np.ndarray, full: Sequence[int], head: np.ndarray | None) -> float:
-        """Of compressing all but `full`; `head` as in `plan_layers`."""
+    def _cost(self, cost: np.ndarray, full: Sequence[int]) -> float:
+        """Of compressing all but `full`, each read as the last full layer before it selects."""
         anchor, total = -1, 0.0
         for node, layer in enumerate(self.layers):
             if layer in full:
                 anchor = node
-            elif anchor >= 0:
-                total += float(cost[anchor, node])
             else:
-                total += math.inf if head is None else float(head[node])
+                total += float(cost[anchor, node]) if anchor >= 0 else math.inf
         return total
 
 
-def plan_layers(
-    cost: np.ndarray, forced: set[int], count: int, head: np.ndarray | None = None
-) -> tuple[float, list[int]]:
-    """The `count` full layers of n that make the others cheapest, and what these then cost (inf: impossible).
+def plan_layers(cost: np.ndarray, count: int) -> tuple[float, list[int]]:
+    """The `count` full layers of n, the first one among them, that make the others cheapest, and what these then cost.
 
-    cost [n, n]: of compressing layer j when i is the last full layer before it. head [n]: when there is none before it
-    (None: there has to be). forced: layers that must be full. Ties go to the earlier layers.
+    cost [n, n]: of compressing layer j when i is the last full layer before it. Ties go to the earlier layers.
     """
     size = len(cost)
-    blocked = np.array([np.inf if node in forced else 0.0 for node in range(size)])
     before = np.triu(np.ones((size, size), dtype=bool), 1)  # i < j
-    steps = np.where(before, cost + blocked, 0.0).cumsum(axis=1)
+    steps = np.where(before, cost, 0.0).cumsum(axis=1)
     span = np.full((size, size + 1), np.inf)  # [a, b]: everything strictly between full layers a < b is compressed
     for a in range(size):
         span[a, a + 1 :] = steps[a, a:]
-    start = (np.full(size, np.inf) if head is None else head) + blocked
-    reach = np.concatenate(([0.0], start.cumsum()))  # [b]: everything before b, the first full layer
-    if count == 0:
-        return float(reach[size]), []
-    best, came = reach[:size], []
+    best, came = np.where(np.arange(size) == 0, 0.0, np.inf), []
     for _ in range(count - 1):
         through = best[:, None] + span[:, :size]
         came.append(through.argmin(0))
@@ -341,7 +364,7 @@ def explain(
     reads: Selections | None,
 ) -> dict[str, dict[str, Any]]:
     """Per compressed layer what `choose` says of it."""
-    expected = errors.cost(config.stride, config.latent_dim, config.latent_bits)
+    expected = errors.cost(config.stride, config.segments)
     observer = observing_layers(config, specs)
     told: dict[str, dict[str, Any]] = {}
     for node, layer in enumerate(layers):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plugins.errors import UserError
-from plugins.methods import METHODS
+from plugins.methods import METHODS, folder
 
 from .request import add_arguments, add_reading, from_arguments
 
@@ -79,14 +79,14 @@ def run_fit(options: argparse.Namespace) -> None:
         if world.rank > 0:
             return
     ratio, asked = info.config.ratio(info.model["num_layers"]), request.target
-    if ratio > asked + RATIO_SLACK:
+    if asked is not None and ratio > asked + RATIO_SLACK:
         print(f"note: --set raises the ratio to {ratio:.4f}, above --ratio {asked:g}", file=sys.stderr)
     report = {**info.to_json(), "ratio": round(ratio, 4), "out": str(options.out)}
     if options.json:
         print(json.dumps(report))
         return
     print(f"{info.config.summary()}: ratio {ratio:.4f}, {info.vectors} vectors, {_way(info)}, seed {info.seed}")
-    {"deltakv": _print_deltakv, "vqkv": _print_vqkv}[info.method](info)
+    {"deltakv": _print_deltakv, "vqkv": _print_vqkv, "intkv": _print_intkv}[folder(info.method)](info)
     print(f"wrote {options.out}")
 
 
@@ -103,6 +103,13 @@ def _print_vqkv(info: CodecInfo) -> None:
         print(f"{layer:>5}  {cells[0]}  {cells[1]}  {sides['k']['dead'] + sides['v']['dead']:>6}")
 
 
+def _print_intkv(info: CodecInfo) -> None:
+    print("held-out squared error, as a fraction of the energy about the mean")
+    print("layer  K        V")
+    for layer, error in info.errors.items():
+        print(f"{layer:>5}  {error['k']:.5f}  {error['v']:.5f}")
+
+
 def _stages(errors: Sequence[float]) -> str:
     shown = [f"{error:.4f}" for error in errors]
     return " ".join(shown if len(shown) <= 3 else [shown[0], "..", shown[-1]])
@@ -111,13 +118,13 @@ def _stages(errors: Sequence[float]) -> str:
 def _print_deltakv(info: CodecInfo) -> None:
     choice, selects = info.choice, info.config.geometry().selects
     if "alternatives" in choice:
-        print("expected error of the attention outputs, summed over layers, by number of full layers")
+        print("expected error of the attention outputs, summed over layers, of the best configurations")
         for item in choice["alternatives"]:
-            mark = "*" if item["full_layers"] == choice["full_layers"] else " "
+            mark = "*" if item["error"] == choice["error"] else " "
             layers = ",".join(map(str, item["full_layers"])) or "none"
             print(
-                f"{mark} {item['error']:.4f}  stride {item['stride']:>2}, latents {item['latent_dim']} x "
-                f"{item['latent_bits']} bits, full layers {layers}"
+                f"{mark} {item['error']:.4f}  stride {item['stride']:>2}, latents {item['latents']}, "
+                f"full layers {layers}"
             )
     print(
         "held-out error in the fitted metric, as fractions: left by the references, then by the latents, of x's energy;"

@@ -84,8 +84,8 @@ def fit_layer(seen: WindowRecord, config: DeltaKVConfig, salt: tuple[int, int]) 
     """f and g of a layer, on the CPU, and its errors.
 
     compress takes the principal axes of the residuals x - m, measured by the attention output they change, turned so
-    that latents have like variances; decompress is the least-squares map from quantised latents back. With
-    compressor=swiglu the gated part starts at zero (down = 0, gate and up random): "fast" leaves f linear.
+    that the latents of a segment have like variances; decompress is the least-squares map from quantised latents
+    back. With compressor=swiglu the gated part starts at zero (down = 0, gate and up random): "fast" leaves f linear.
 
     Errors on held-out windows, in the metric: "residual" and "x", what is lost as a fraction of the energy of x - m and
     of x about its mean; "references", the part of that energy which the references leave; "output", the mean squared
@@ -101,13 +101,22 @@ def fit_layer(seen: WindowRecord, config: DeltaKVConfig, salt: tuple[int, int]) 
     root = block_root(seen.metric)
     pairs = list(residuals(train, config, center))
     variance, axes = principal_axes(covariance(pairs, root, config.width))
-    turn = levelled(variance[: config.latent_dim].cpu().diag(), generator).to(axes.device)
-    compress = root @ (axes[:, : config.latent_dim] @ turn).float()
+    compress = root @ segment_axes(variance, axes, config, generator).float()
     tables = LayerCodec(config, center, compress, compress.T.contiguous(), **gates(train, config, generator))
     tables.decompress = least_squares(((latents(tables, x, mean), x - mean) for x, mean in pairs), config)
     errors = errors_on(tables, residuals(test, config, center), seen)
     errors["train"] = errors_on(tables, pairs, seen)["residual"]
     return tables.to("cpu"), errors
+
+
+def segment_axes(variance: Tensor, axes: Tensor, config: DeltaKVConfig, generator: torch.Generator) -> Tensor:
+    """The first latent_dim of `axes`, each segment's turned in their own space: float64 [X, latent_dim]."""
+    columns, first = [], 0
+    for size, _ in config.segments:
+        span = slice(first, first + size)
+        columns.append(axes[:, span] @ levelled(variance[span].cpu().diag(), generator).to(axes.device))
+        first += size
+    return torch.cat(columns, dim=1)
 
 
 def block_root(metric: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plugins.config import MethodConfig
 from plugins.errors import UserError
-from plugins.methods import config_class, reference
+from plugins.methods import config_class, folder, reference
 
 from .adapter import layer_specs
 from .codec import Codec, CodecInfo, check_target, compressed_layers, load, save
@@ -127,7 +127,7 @@ def fit_layers(
     sinks = config.geometry().sinks
     if context <= sinks:
         raise UserError(f"--context {context} must be more than the {sinks} sinks")
-    plan: Plan = import_module(f".{config.METHOD}", __package__).plan(tokenizer, config, texts, effort, context)
+    plan: Plan = import_module(f".{folder(config.METHOD)}", __package__).plan(tokenizer, config, texts, effort, context)
     first = next(spec for spec in specs if spec.layer == layers[0])
     info = CodecInfo(
         method=config.METHOD,
@@ -221,6 +221,8 @@ def configure(
 ) -> tuple[MethodConfig, dict[str, Any]]:
     """The configuration for `request` and, where looking at the model chose it, the reasons. Raises UserError."""
     specs, ratio = layer_specs(loaded.model), request.target
+    if ratio is None:
+        return config_class(request.name).for_layers(specs).override(request.settings), {}
     if request.name == "vqkv":
         return config_class(request.name).for_layers(ratio, specs).override(request.settings), {}
     from .choose import WINDOWS, choose
@@ -247,8 +249,9 @@ def fit_identity(request: FitRequest, loaded: LoadedModel) -> dict[str, Any]:
 
 def _way(request: FitRequest) -> str:
     """How to fit. Raises UserError when that was asked of a method that knows one way only."""
-    if request.fit and request.name == "vqkv":
-        raise UserError("--fit has no meaning with --method vqkv, which is fitted in one way: leave --fit out")
+    if request.fit and request.name != "deltakv":
+        name = request.name
+        raise UserError(f"--fit has no meaning with --method {name}, which is fitted in one way: leave --fit out")
     return request.fit or ("quality" if request.name == "deltakv" and torch.cuda.is_available() else "fast")
 
 

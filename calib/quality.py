@@ -1,8 +1,8 @@
 """What a compressed cache costs: perplexity, KL and top-1 agreement of text decoded through it, simulated in torch.
 
-The last `decoded` tokens of a window are fed one by one after an exact prefill. Because which positions a query sees
-compressed follows from its own position alone, all of them go through the model together, each with its own mask; so
-do the compressed rows that an observing layer chooses for it.
+The last `decoded` tokens of a window are fed after an exact prefill, one by one or in steps of several. Because which
+positions a query sees compressed follows from the tokens stored before its step alone, all of them go through the model
+together, each with its own mask; so do the compressed rows that an observing layer chooses for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Prefill:
     """An exact run over windows ids [B, N]: what decoding from the cache starts from, and is compared with.
 
     keys (before RoPE), values: per layer [B, Hkv, N - decoded, D]. turn: per layer cos and sin of all N positions, or
-    None. logits: [B, decoded, vocabulary], of the last `decoded` positions.
+    None. logits: [B, R, vocabulary], of the last `decoded` positions, or of those asked for.
     """
 
     ids: Tensor
@@ -42,16 +42,26 @@ class Prefill:
 
 
 def compressed_mask(geometry: Geometry, past: np.ndarray, total: int, device: torch.device | str = "cpu") -> Tensor:
-    """bool [S, total]: True where the query fed at position past[s] sees position j through its codes."""
+    """bool [S, total]: True where the query fed when past[s] tokens are stored sees position j through its codes."""
     edge = torch.from_numpy(geometry.sinks + geometry.encoded(past)).to(device)
     position = torch.arange(total, device=device)
     return (position >= geometry.sinks) & (position < edge[:, None])
 
 
+def steps_past(first: int, feeds: Sequence[int]) -> np.ndarray:
+    """Tokens stored before the step in which each token is fed, int [sum(feeds)].
+
+    first: tokens stored before the first step. feeds: tokens of each step.
+    """
+    sizes = np.asarray(feeds)
+    return np.repeat(first + np.cumsum(sizes) - sizes, sizes)
+
+
 @torch.no_grad()
-def prefill(model: PreTrainedModel, ids: Tensor, decoded: int = DECODED) -> Prefill:
-    """Run ids [B, N] exactly."""
+def prefill(model: PreTrainedModel, ids: Tensor, decoded: int = DECODED, picks: Sequence[int] | None = None) -> Prefill:
+    """Run ids [B, N] exactly. picks: positions whose logits are kept (default: the last `decoded`)."""
     start = ids.shape[1] - decoded
+    keep = decoded if picks is None else torch.tensor(picks, device=ids.device)
     result = Prefill(ids, {}, {}, {}, ids.new_empty(0))
 
     def on_attention(call: AttentionCall) -> Tensor:
@@ -61,30 +71,44 @@ def prefill(model: PreTrainedModel, ids: Tensor, decoded: int = DECODED) -> Pref
         return causal_attention(call)
 
     with intercept(model, on_attention):
-        result.logits = model(input_ids=ids, use_cache=False, logits_to_keep=decoded).logits.float()
+        result.logits = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits.float()
     return result
 
 
 def selected_mask(geometry: Geometry, received: Tensor, coded: Tensor, past: np.ndarray) -> Tensor:
     """The compressed positions that each query reads: bool [..., S, N].
 
-    received [..., S, N]: attention that every position gets from the queries fed at positions past [S], the largest of
-    all heads. coded [S, N]: `compressed_mask`. The lower position of equals is taken.
+    received [..., S, N]: attention that every position gets from the queries fed when past [S] tokens are stored, the
+    largest of all heads. coded [S, N]: `compressed_mask`. The lower position of equals is taken; queries that share
+    their step with others read all.
     """
-    count = torch.from_numpy(geometry.selected(past)).to(received.device)
+    shared = (past[:, None] == past).sum(1) > 1
+    count = torch.from_numpy(np.where(shared, geometry.encoded(past), geometry.selected(past))).to(received.device)
     order = received.masked_fill(~coded, -1.0).sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.arange(coded.shape[1], device=received.device) < count[:, None]
     return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, chosen.expand_as(order))
 
 
 @torch.no_grad()
-def decode(model: PreTrainedModel, start: Prefill, codec: Codec) -> Tensor:
-    """Logits [B, decoded, vocabulary] of the last tokens, fed through a cache compressed by `codec`."""
-    decoded, total, device = start.logits.shape[1], start.ids.shape[1], start.ids.device
-    first, geometry = total - decoded, codec.config.geometry()
+def decode(
+    model: PreTrainedModel,
+    start: Prefill,
+    codec: Codec,
+    past: np.ndarray | None = None,
+    picks: Sequence[int] | None = None,
+) -> Tensor:
+    """Logits [B, R, vocabulary] of the last tokens, fed through a cache compressed by `codec`.
+
+    past: tokens stored before each one's step, int [decoded] (`steps_past`; default: they are fed one by one).
+    picks: positions whose logits are wanted, in the same numbers as for `prefill` (default: all that are fed).
+    """
+    total, device = start.ids.shape[1], start.ids.device
+    first, geometry = next(iter(start.keys.values())).shape[2], codec.config.geometry()
+    decoded = total - first
+    past = np.arange(first, total) if past is None else past
+    keep = 0 if picks is None else torch.tensor(picks, device=device) - first
     observer = observing_layers(codec.config, layer_specs(model)) if geometry.selects else {}
     masks: dict[int, Tensor] = {}
-    past = np.arange(first, total)
     coded = compressed_mask(geometry, past, total, device)
     chosen: dict[int, Tensor] = {}  # observing layer -> what its followers read, bool [B, 1, S, N]
 
@@ -109,7 +133,8 @@ def decode(model: PreTrainedModel, start: Prefill, codec: Codec) -> Tensor:
 
     position = torch.arange(first, total, device=device)[None]
     with intercept(model, on_attention):
-        return model(input_ids=start.ids[:, first:], position_ids=position, use_cache=False).logits.float()
+        fed = model(input_ids=start.ids[:, first:], position_ids=position, use_cache=False, logits_to_keep=keep)
+        return fed.logits.float()
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def training_window(tokenizer: PreTrainedTokenizerBase, length: int, seed: int, 
     ids = before(tokenizer)
     while len(ids) < length:
         text = draw.choice((_register, _settings, _tickets))(draw, draw.randint(8, max(9, (length - len(ids)) // 50)))
-        ids += _ids(tokenizer, text + "\n\n")
+        ids += token_ids(tokenizer, text + "\n\n")
     return ids[:length]
 
 
@@ -105,8 +105,26 @@ class Sample:
     depth: float
 
 
+@dataclass(frozen=True)
+class Haystack:
+    """A text to hide something in: its tokens, and where its sentences and lines begin, ascending."""
+
+    ids: list[int]
+    breaks: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> Haystack:
+        ids = token_ids(tokenizer, text)
+        return cls(ids, breaks_of(tokenizer, ids))
+
+    def place(self, draw: random.Random, count: int) -> int:
+        """Where a random stretch of `count` tokens begins, with a sentence or a line where one does."""
+        most = len(self.ids) - count
+        return snap(self.breaks, draw.randrange(most + 1), most)
+
+
 def samples(
-    kind: str, tokenizer: PreTrainedTokenizerBase, haystack: str, context: int, count: int, seed: int
+    kind: str, tokenizer: PreTrainedTokenizerBase, haystack: str | Haystack, context: int, count: int, seed: int
 ) -> list[Sample]:
     """`count` samples of exactly `context` tokens, their depths in turn from DEPTHS.
 
@@ -116,25 +134,25 @@ def samples(
     """
     if kind not in KINDS:
         raise UserError(f"recall kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
-    hay = _ids(tokenizer, haystack)
-    if len(hay) < context:
-        raise UserError(f"the haystack has {len(hay)} tokens, fewer than the context of {context}; give a longer text")
-    breaks = _breaks(tokenizer, hay)
+    hay = haystack if isinstance(haystack, Haystack) else Haystack.of(tokenizer, haystack)
+    if len(hay.ids) < context:
+        raise UserError(
+            f"the haystack has {len(hay.ids)} tokens, fewer than the context of {context}; give a longer text"
+        )
     result = []
     for index in range(count):
         depth, draw = DEPTHS[index % len(DEPTHS)], random.Random(f"{kind} {seed} {index}")
         if kind == "uuid":
-            result.append(_json(tokenizer, hay, breaks, context, depth, draw))
+            result.append(_json(tokenizer, hay, context, depth, draw))
         else:
-            result.append(_needles(NEEDLES[kind], tokenizer, hay, breaks, context, depth, draw))
+            result.append(_needles(NEEDLES[kind], tokenizer, hay, context, depth, draw))
     return result
 
 
 def _needles(
     count: int,
     tokenizer: PreTrainedTokenizerBase,
-    hay: list[int],
-    breaks: list[int],
+    hay: Haystack,
     context: int,
     depth: float,
     draw: random.Random,
@@ -143,49 +161,48 @@ def _needles(
     numbers = [str(number) for number in draw.sample(range(100_000, 1_000_000), count)]
     chosen = draw.randrange(count)
     lines = [f"The secret number of {place} is {number}." for place, number in zip(places, numbers, strict=True)]
-    needle = _ids(tokenizer, "\n\n" + "\n".join(lines) + "\n\n")
+    needle = token_ids(tokenizer, "\n\n" + "\n".join(lines) + "\n\n")
     asked = (
         f"Question: What is the secret number of {places[chosen]}?\nAnswer: The secret number of {places[chosen]} is"
     )
-    question, answer = _split(tokenizer, "\n\n" + asked, f" {numbers[chosen]}")
+    question, answer = split(tokenizer, "\n\n" + asked, f" {numbers[chosen]}")
     head = before(tokenizer)
     room = context - len(head) - len(needle) - len(question) - len(answer)
-    _check(room, context, ASIDE)
-    start = _snap(breaks, draw.randrange(len(hay) - room + 1), len(hay) - room)
-    cut = min(_snap(breaks, start + round(depth * room), start + room) - start, room - ASIDE)
-    text = hay[start : start + room]
+    check_room(room, context, ASIDE)
+    start = hay.place(draw, room)
+    cut = min(snap(hay.breaks, start + round(depth * room), start + room) - start, room - ASIDE)
+    text = hay.ids[start : start + room]
     ids = head + text[:cut] + needle + text[cut:] + question + answer
     return Sample(ids, len(answer), len(question) + len(answer), (len(head) + cut) / context)
 
 
 def _json(
     tokenizer: PreTrainedTokenizerBase,
-    hay: list[int],
-    breaks: list[int],
+    hay: Haystack,
     context: int,
     depth: float,
     draw: random.Random,
 ) -> Sample:
-    head, opening = before(tokenizer), _ids(tokenizer, "\n\nHere is a JSON object.\n\n{")
-    closing = _ids(tokenizer, "}\n\n")
+    head, opening = before(tokenizer), token_ids(tokenizer, "\n\nHere is a JSON object.\n\n{")
+    closing = token_ids(tokenizer, "}\n\n")
     pairs = [(_uuid(draw), _uuid(draw)) for _ in range(ENTRIES)]
     room = context - len(head) - len(opening) - len(closing)
-    room -= max(len(_ids(tokenizer, _asked(key) + value)) for key, value in pairs)
+    room -= max(len(token_ids(tokenizer, _asked(key) + value)) for key, value in pairs)
     entries: list[list[int]] = []
     for key, value in pairs:
-        entry = _ids(tokenizer, f'"{key}": "{value}",\n')
+        entry = token_ids(tokenizer, f'"{key}": "{value}",\n')
         if sum(map(len, entries)) + len(entry) > room:
             break
         entries.append(entry)
-    _check(len(entries), context, 2)
+    check_room(len(entries), context, 2)
     chosen = round(depth * (len(entries) - 1))
     while chosen > 0 and sum(map(len, entries[chosen + 1 :])) < ASIDE:
         chosen -= 1
-    question, answer = _split(tokenizer, _asked(pairs[chosen][0]), pairs[chosen][1])
+    question, answer = split(tokenizer, _asked(pairs[chosen][0]), pairs[chosen][1])
     body = [token for entry in entries for token in entry]
     fill = context - len(head) - len(opening) - len(body) - len(closing) - len(question) - len(answer)
-    start = _snap(breaks, draw.randrange(len(hay) - fill + 1), len(hay) - fill)
-    ids = head + hay[start : start + fill] + opening + body + closing + question + answer
+    start = hay.place(draw, fill)
+    ids = head + hay.ids[start : start + fill] + opening + body + closing + question + answer
     place = len(head) + fill + len(opening) + sum(map(len, entries[:chosen]))
     return Sample(ids, len(answer), len(question) + len(answer), place / context)
 
@@ -194,7 +211,8 @@ def _asked(key: str) -> str:
     return f'The value of "{key}" in the JSON object is "{key}": "'
 
 
-def _check(room: int, context: int, least: int) -> None:
+def check_room(room: int, context: int, least: int) -> None:
+    """Raises UserError when less than `least` of a context is left for what is not asked about."""
     if room < least:
         raise UserError(f"a context of {context} tokens is too short for a recall sample; give a longer one")
 
@@ -205,26 +223,26 @@ def before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return start[:1] if start and start[0] == tokenizer.bos_token_id else []
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _split(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
+def split(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
     """The ids of question + answer, split where they first differ from the question's own."""
-    alone, whole = _ids(tokenizer, question), _ids(tokenizer, question + answer)
+    alone, whole = token_ids(tokenizer, question), token_ids(tokenizer, question + answer)
     same = 0
     while same < len(alone) and alone[same] == whole[same]:
         same += 1
     return whole[:same], whole[same:]
 
 
-def _breaks(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+def breaks_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
     """Where sentences and lines of `ids` begin, ascending."""
     ends = {token for token in set(ids) if tokenizer.decode([token]).rstrip(" ").endswith((".", "\n"))}
     return [0, *(index + 1 for index, token in enumerate(ids) if token in ends)]
 
 
-def _snap(breaks: Sequence[int], place: int, most: int) -> int:
+def snap(breaks: Sequence[int], place: int, most: int) -> int:
     """The first break at or after `place` that is at most `most`; else `place`."""
     index = bisect_left(breaks, place)
     return breaks[index] if index < len(breaks) and breaks[index] <= most else place

@@ -23,7 +23,7 @@ class FitRequest:
     """The arguments of a fit; see `add_arguments`. settings: "key=value" overrides of the method's configuration.
 
     None stands for a default: of the method, or of this machine. method "none" fits nothing. Raises UserError for an
-    unknown method.
+    unknown method and for a ratio with one that knows a single one.
     """
 
     method: str | None = None
@@ -38,6 +38,11 @@ class FitRequest:
     def __post_init__(self) -> None:
         if self.method not in (None, "none", *METHODS):
             raise UserError(f"method {self.method!r} is unknown: use one of none, {', '.join(METHODS)}")
+        if self.ratio is not None and self.name not in ("none", *DEFAULT_RATIOS):
+            raise UserError(
+                f"--ratio has no meaning with --method {self.name}, whose bits decide it: leave it out or set them "
+                "with --set k_bits=4 --set v_bits=4"
+            )
 
     @property
     def name(self) -> str:
@@ -45,9 +50,9 @@ class FitRequest:
         return self.method or DEFAULT_METHOD
 
     @property
-    def target(self) -> float:
-        """The ratio asked for, or the method's default."""
-        return DEFAULT_RATIOS[self.name] if self.ratio is None else self.ratio
+    def target(self) -> float | None:
+        """The ratio asked for, or the method's default; None where the method's own bits decide it."""
+        return DEFAULT_RATIOS.get(self.name) if self.ratio is None else self.ratio
 
     @cached_property
     def contents(self) -> list[Text]:

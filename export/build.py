@@ -14,8 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from calib.request import FitRequest
 from plugins.errors import UserError
 from runtime.artefact import FORMAT, write_config
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 KVPACK = "0.1.0"
 BACKENDS = ("onnxruntime",)
-DTYPES = {"fp32": "float32", "fp16": "float16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 TOOLS = ("onnxruntime", "onnx", "torch", "transformers")  # whose versions an engine records
 QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
@@ -210,28 +207,14 @@ def _write_graph(
     import onnx_ir as ir
     import torch
 
-    from calib import codec as codecs
     from calib.adapter import rope_tables
-    from plugins.dense import onnx_body as dense
-    from plugins.methods import onnx_body
 
     from .passes import Assembly, assemble
+    from .plans import DTYPES, layer_plans
     from .trace import trace
 
-    state = ir.DataType.from_numpy(np.dtype(DTYPES[options.kv_dtype]))
     ropes = [(cos.numpy(), sin.numpy()) for cos, sin in rope_tables(loaded.model, limit)]
-    plans, tables = [], []
-    body = onnx_body(codec.info.method) if codec else None
-    observers = set(codecs.observing_layers(codec.config, specs).values()) if codec else set()
-    for spec in specs:
-        layer = codec.layers.get(spec.layer) if codec else None
-        if layer is None or body is None:
-            observes = codec.config.geometry() if codec and spec.layer in observers else None
-            plans.append(dense.plan(spec, state, observes))
-            tables.append({})
-        else:
-            plans.append(body.plan(spec, codec.config, state, limit))
-            tables.append(body.tables(layer))
+    plans, tables = layer_plans(codec, specs, options.kv_dtype, limit)
     model = loaded.model.to(getattr(torch, DTYPES[options.dtype]))
     assembly = Assembly(trace(model), specs, plans, tables, ropes)
     assemble(assembly)

@@ -1,4 +1,4 @@
-"""`python -m export`: build an engine, look into one, check one."""
+"""`python -m export`: build an engine, look into one, check one, evaluate it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from plugins.methods import METHODS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 when a check failed, 2 on bad input."""
     options = _parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return options.run(options)
     except UserError as error:
@@ -51,7 +52,61 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--model", help="also compare with this model, the one the engine was built from")
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(run=_verify)
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure what compressed caches lose and still answer",
+        description="Perplexity, KL divergence and questions about a long context, through a compressed cache and "
+        "beside the uncompressed one. Engines are run; codecs are simulated in torch, on the GPU where there is one. "
+        "Run again with the same --out, it goes on where it was interrupted.",
+    )
+    evaluate.add_argument("--engine", type=Path, required=True, metavar="PATH", help="an engine or a codec folder")
+    evaluate.add_argument(
+        "--against", type=Path, nargs="+", action="extend", default=[], metavar="PATH",
+        help="others, of the same model, measured on the same samples",
+    )  # fmt: skip
+    evaluate.add_argument(
+        "--model", help="the model, needed with a codec folder: folder, .gguf file, hub id or smollm2"
+    )
+    evaluate.add_argument("--tasks", type=_words, help="of ppl, kld, niah, kvrecall, multiturn, ruler, with commas "
+                          "(default: ppl,kld,niah,kvrecall)")  # fmt: skip
+    evaluate.add_argument("--lengths", type=_numbers, default=(), metavar="N,N",
+                          help="tokens of a sample (default: 4096, or the limit)")  # fmt: skip
+    evaluate.add_argument("--samples", type=int, default=8, help="windows of each text, questions of each kind "
+                          "(default: %(default)s)")  # fmt: skip
+    evaluate.add_argument(
+        "--text", nargs="+", action="extend", default=[], metavar="FILE",
+        help="UTF-8 texts; the first one is also what strings are hidden in (default: the topics of Python's help())",
+    )  # fmt: skip
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="of engines (default: cpu)")
+    evaluate.add_argument("--threads", type=int, help="for one step")
+    evaluate.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of results and report")
+    evaluate.add_argument("--json", action="store_true", help="print the report as JSON")
+    evaluate.set_defaults(run=_eval)
+
+    report = commands.add_parser(
+        "report",
+        help="one page from several evaluations and benches",
+        description="Merge evaluations and the JSON files of `python -m runtime bench` into one report.",
+    )
+    report.add_argument("folders", type=Path, nargs="*", metavar="DIR", help="folders of `python -m export eval`")
+    report.add_argument("--bench", type=Path, nargs="+", action="extend", default=[], metavar="FILE")
+    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    report.add_argument("--json", action="store_true", help="print the report as JSON")
+    report.set_defaults(run=_report)
     return parser
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers with commas") from None
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -104,3 +159,48 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         show_checks([check.to_json() for check in checks])
     return 0 if all(check.ok for check in checks) else 1
+
+
+def _eval(options: argparse.Namespace) -> int:
+    import shlex
+
+    from .eval.run import evaluate
+    from .eval.tasks import DEFAULT_TASKS
+
+    evaluation = evaluate(
+        [options.engine, *options.against],
+        model=options.model,
+        tasks=DEFAULT_TASKS if options.tasks is None else options.tasks,
+        lengths=options.lengths,
+        samples=options.samples,
+        texts=options.text,
+        seed=options.seed,
+        out=options.out,
+        provider=options.provider,
+        threads=options.threads,
+        command=shlex.join(["python", "-m", "export", *options.arguments]),
+    )
+    return _publish([evaluation], [], options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from .eval.merge import read_benches, read_evaluations
+
+    evaluations, benches = read_evaluations(options.folders), read_benches(options.bench)
+    if not evaluations and not benches:
+        raise UserError("there is nothing to report: name folders of `python -m export eval` or files with --bench")
+    return _publish(evaluations, benches, options)
+
+
+def _publish(evaluations: list[dict], benches: list[dict], options: argparse.Namespace) -> int:
+    """Write report.json and report.html to options.out and print the report."""
+    from .report import show, write
+
+    report = {"format": 1, "evaluations": evaluations, "benches": benches, "verdicts": []}
+    write(report, options.out)
+    if options.json:
+        print((options.out / "report.json").read_text(encoding="utf-8"))
+    else:
+        show(report)
+        print(f"wrote {options.out / 'report.html'}")
+    return 0

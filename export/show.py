@@ -102,15 +102,15 @@ def _show_choice(choice: Mapping[str, Any], trained: Mapping[str, Any] | None) -
     best = sorted(choice["alternatives"], key=lambda item: item["error"])[:ALTERNATIVES]
     table = Table(
         *("full layers", "stride", "latents", "ratio", "expected error"),
-        title="Best configurations by number of full layers",
+        title="Best configurations",
         caption="error: squared change of the attention outputs, relative to their energy, summed over layers",
     )
     for item in best:
-        chosen = item["full_layers"] == choice["full_layers"]
+        chosen = item is best[0]
         table.add_row(
             (_ranges(item["full_layers"]) or "none") + (" (chosen)" if chosen else ""),
             str(item["stride"]),
-            f"{item['latent_dim']} x {item['latent_bits']} bits",
+            item["latents"],
             f"{item['ratio']:.4f}",
             f"{item['error']:.4f}",
         )

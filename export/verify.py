@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,37 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 from plugins.contract import row_count
 from plugins.errors import UserError
-from runtime import Engine
+from runtime import Engine, canary
+from runtime.canary import LOGITS_DECODE, Check, closeness, is_half
 from runtime.session import Session
 
-CANARY = "canary.safetensors"
 PICKS = 32  # prompt positions whose logits are compared
 STEPS = 64  # decode steps of the build's own check
-CANARY_STEPS = 8
 LOGITS_PREFILL = 2e-4  # max abs, float32, against the eager model, times the scale of the logits (below)
-LOGITS_DECODE = 2e-3  # max abs, float32, against the reference caches
 LOGIT_SCALE = 10.0  # logits larger than this loosen the prefill bound in proportion: float32 has no more digits
 TIE = 1e-4  # relative gap of squared distances under which two codes are a tie
-# Where fp16 weights or cache rows are rounded, a last bit of float32 decides which way; hence shares, not differences.
-FP16_KL, FP16_TOP1, FP16_CODES = 1e-4, 0.99, 1e-3
-
-
-@dataclass
-class Check:
-    """One measured number and its bound; `ok` says whether it holds."""
-
-    name: str
-    value: float
-    limit: float
-    ok: bool
-    detail: str = ""
-
-    @classmethod
-    def at_most(cls, name: str, value: float, limit: float, detail: str = "") -> Check:
-        return cls(name, float(value), float(limit), bool(value <= limit), detail)
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
+FP16_CODES = 1e-3  # share of codes that may differ where fp16 rounding decides a last bit
 
 
 def verification_tokens(engine: Engine, text: str) -> tuple[list[list[int]], list[int]]:
@@ -106,25 +84,20 @@ def against_model(
     exact = [expected[f"{i}.prefill"] for i in range(len(sequences))]
     cached = [expected[f"{i}.decode"] for i in range(len(sequences))]
     got = [prefill[i, : len(p)] for i, p in enumerate(picks)]
-    checks = _closeness(
+    checks = closeness(
         "prefill against the eager model",
         got,
         exact,
         artefact.config["dtype"] == "fp16",
         LOGITS_PREFILL * _scale(exact),
     )
-    half = _is_half(artefact.config)
-    checks += _closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
-    checks += _closeness("batch of 2 against each alone", list(decode), alone, half, LOGITS_DECODE)
+    half = is_half(artefact.config)
+    checks += closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
+    checks += closeness("batch of 2 against each alone", list(decode), alone, half, LOGITS_DECODE)
     for what in ("codes", "selections"):
         counts = expected.get(what, np.zeros((1, 3))).sum(0)
         checks += _agreement(what, counts, half) if counts[0] else []
     return checks
-
-
-def _is_half(config: dict[str, object]) -> bool:
-    """Whether decoding rounds to fp16 somewhere: then two sums that differ in the last bit may round apart."""
-    return "fp16" in (config["dtype"], config["kv_dtype"])
 
 
 def _scale(logits: Sequence[np.ndarray]) -> float:
@@ -136,7 +109,7 @@ def stored_rows(session: Session) -> dict[str, np.ndarray]:
     artefact = session.engine.artefact
     found = {}
     for spec in artefact.states:
-        if spec.row_symbol == "code_rows":
+        if spec.row_symbol in ("code_rows", "ref_rows"):
             layer, name = spec.name.removeprefix("layer").split(".")
             array = session.state(spec.name)
             for number, length in enumerate(session.lengths):
@@ -183,28 +156,6 @@ def ask_oracle(request: dict[str, object], rows: dict[str, np.ndarray]) -> dict[
         return load_file(paths[2])
 
 
-def _closeness(
-    name: str, got: Sequence[np.ndarray], expected: Sequence[np.ndarray], half: bool, limit: float
-) -> list[Check]:
-    """Largest difference of the logits; where fp16 is involved KL divergence and top-1 agreement instead."""
-    if not half:
-        worst = max(float(np.abs(g - e).max()) for g, e in zip(got, expected, strict=True))
-        return [Check.at_most(f"{name}: max |difference of logits|", worst, limit)]
-    g, e = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in side]) for side in (got, expected))
-    true, approx = log_softmax(e), log_softmax(g)
-    kl = float((np.exp(true) * (true - approx)).sum(-1).mean())
-    differ = float((g.argmax(-1) != e.argmax(-1)).mean())
-    return [
-        Check.at_most(f"{name}: KL divergence", kl, FP16_KL),
-        Check.at_most(f"{name}: share of differing top-1", differ, 1 - FP16_TOP1),
-    ]
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    shifted = x.astype(np.float64) - x.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
 def _agreement(what: str, counts: np.ndarray, half: bool) -> list[Check]:
     """counts: codes or selections in all, different, flipped ties. They must equal the reference's but for ties.
 
@@ -219,28 +170,8 @@ def _agreement(what: str, counts: np.ndarray, half: bool) -> list[Check]:
 
 def make_canary(engine: Engine, sequences: Sequence[Sequence[int]], prompts: Sequence[int], folder: Path) -> None:
     """Store the engine's own logits on a few tokens, so that a later host can tell whether it computes the same."""
-    tokens = np.stack([np.asarray(s[: min(prompts) + CANARY_STEPS], np.int64) for s in sequences])
-    save_file({"tokens": tokens, "logits": _replay(engine, tokens)}, folder / CANARY)
-
-
-def _replay(engine: Engine, tokens: np.ndarray) -> np.ndarray:
-    """float32 [B, 2, V]: logits after the prompt and after the last decode step."""
-    with engine.session(batch=len(tokens)) as session:
-        first = session.prefill(tokens[:, :-CANARY_STEPS].tolist())[:, 0]
-        for step in range(CANARY_STEPS):
-            last = session.decode(tokens[:, step - CANARY_STEPS].tolist())
-    return np.stack([first, last], axis=1)
-
-
-def against_canary(engine: Engine) -> list[Check]:
-    """The stored logits, recomputed here."""
-    path = engine.artefact.path / CANARY
-    if not path.is_file():
-        raise UserError(f"{path} is missing: rebuild the engine with `python -m export build`")
-    stored = load_file(path)
-    half = _is_half(engine.artefact.config)
-    got, expected = _replay(engine, stored["tokens"]), stored["logits"]
-    return _closeness("logits stored at build", list(got), list(expected), half, LOGITS_DECODE)
+    length = min(prompts) + canary.CANARY_STEPS
+    canary.record(engine, np.stack([np.asarray(sequence[:length], np.int64) for sequence in sequences]), folder)
 
 
 def verify(
@@ -251,7 +182,7 @@ def verify(
 
     with Engine.open(path, provider=provider) as engine:  # hashes, contract and aliases
         say("stored logits")
-        checks = against_canary(engine)
+        checks = canary.compare(engine)
         if model is not None:
             say("model and reference caches")
             checks += against_model(engine, model, *verification_tokens(engine, default_text().content))

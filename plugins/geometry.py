@@ -18,7 +18,8 @@ class Geometry:
 
     sinks: first tokens, exact for ever. window: most recent tokens guaranteed exact, the current one included.
     block: rows encoded together; the exact tail holds between `window` and `window + block - 1` stored tokens.
-    stride: every stride-th code row, the first one included, is a reference token too; 0: there are none.
+    stride: every stride-th code row, the first one included, has a reference row (DeltaKV's reference tokens, or a row
+    of what a whole block shares); 0: there are none.
     select_fraction, select_count: code rows that a decode step reads, as a part of those there are or as a number;
     0 and 0: all of them.
     """

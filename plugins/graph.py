@@ -192,20 +192,15 @@ def rope(
 
 @dataclass
 class Rows:
-    """Cached rows a query may see. key: [B, H, N, D] rotated. value: [B, H, N, D]. visible: bool [B, N].
+    """Cached rows a query may see, all at once. key: [B, H, N, D] rotated. value: [B, H, N, D]. visible: bool [B, N].
 
     position: int64 [B, N], only needed under a sliding window.
-    decode_key / decode_value [T, D, D], mean_key / mean_value [H, D]: when set, key and value are in the codec's space.
     """
 
     key: ir.Value
     value: ir.Value
     visible: ir.Value
     position: ir.Value | None = None
-    decode_key: ir.Value | None = None
-    mean_key: ir.Value | None = None
-    decode_value: ir.Value | None = None
-    mean_value: ir.Value | None = None
 
 
 @dataclass
@@ -225,18 +220,23 @@ def summarise(
     build: Callable[[Body, ir.Value, ir.Value], tuple[ir.Value, list[ir.Value], ir.Value]],
     finish: Callable[[Body, list[ir.Value]], ir.Value],
     widths: Sequence[int],
+    tile_rows: int | None = None,
+    offset: ir.Value | None = None,
 ) -> Summary:
     """Attention over `count` rows, int64 [1], that are built a tile at a time: none of them twice, never all at once.
 
     q [B, H g, S, D], rotated. build(body, start, stop), int64 [1] each, gives the rows' keys [B, H, n, D], rotated,
     values [B, H or 1, n, w] of the given widths, and bool [B, n]: which a query may see. finish(body, sums) makes the
-    output [B, H, g S, D] of the values' weighted sums [B, H, g S, w]. Everything float32. A sum over tiles runs in the
-    order of the rows and a tile's size depends on S alone.
+    output [B, H, g S, D] of the values' weighted sums [B, H, g S, w]. tile_rows: the most rows of a tile, ROW_TILE when
+    None. offset [B, H g, S, 1]: added to each product of query and key. Everything float32. A sum over tiles runs in
+    the order of the rows and a tile's size depends on S alone.
     """
     h, g, d = heads.num_kv_heads, heads.group, heads.head_dim
     length = b.size(q, 2)
     query = b.Reshape(b.Mul(q, heads.scale), b.shape(0, h, b.Mul(length, [g]), d))
-    size = b.Max(b.Min(b.Div([QUERY_TILE * ROW_TILE], length), [ROW_TILE]), [32])
+    if offset is not None:
+        offset = b.Reshape(b.Mul(offset, heads.scale), b.shape(0, h, b.Mul(length, [g]), 1))
+    size = b.Max(b.Min(b.Div([QUERY_TILE * ROW_TILE], length), [tile_rows or ROW_TILE]), [32])
     sides = b.shape(b.size(q, 0), h, b.Mul(length, [g]))
 
     def everything(t: Body) -> ir.Value:
@@ -250,6 +250,8 @@ def summarise(
         first = inner.Unsqueeze(start, [0])
         key, values, visible = build(inner, first, inner.Min(inner.Add(first, size), count))
         score = inner.MatMul(query, inner.Transpose(key, perm=[0, 1, 3, 2]))  # [B, H, g S, n]
+        if offset is not None:
+            score = inner.Add(score, offset)
         if heads.softcap:
             score = inner.Mul(inner.Tanh(inner.Div(score, heads.softcap)), heads.softcap)
         score = inner.Where(inner.Unsqueeze(visible, [1, 2]), score, MASKED)
@@ -321,18 +323,12 @@ def attention(
             return t.MatMul(query, t.Transpose(key, perm=[0, 1, 3, 2]))  # beside its product, so that it is fused
 
         for rows in cached:
-            query = flat
-            if rows.decode_key is not None:
-                query = t.MatMul(flat, t.Transpose(rows.decode_key, perm=[0, 2, 1]))
-            score = dot(query, rows.key)
-            if rows.mean_key is not None:
-                score = t.Add(score, t.MatMul(flat, t.Unsqueeze(rows.mean_key, [2])))
             mask = t.Unsqueeze(rows.visible, [1, 2, 3])  # [B, 1, 1, 1, n]
             if heads.window:
                 oldest = t.Sub(t.Add(t.Unsqueeze(past, [1]), t.Unsqueeze(row, [0])), heads.window)  # [B, t]
                 inside = t.Greater(t.Unsqueeze(rows.position, [1]), t.Unsqueeze(oldest, [2]))  # [B, t, n]
                 mask = t.And(mask, t.Unsqueeze(inside, [1, 2]))
-            add(score, mask)
+            add(dot(flat, rows.key), mask)
         other = t.Add(t.Range(0, t.Squeeze(t.Sub(stop, first)), 1), first)  # the new tokens this tile may see, [n]
         mask = t.LessOrEqual(t.Unsqueeze(other, [0]), t.Unsqueeze(row, [1]))  # [t, n]
         if heads.window:
@@ -349,15 +345,7 @@ def attention(
             end = t.Add(offset, count)
             mass = t.slice(weight, offset, end, 3)
             offset = end
-            if rows is None:
-                term = t.MatMul(mass, t.slice(v, first, stop, 2))
-            else:
-                term = t.MatMul(mass, rows.value)
-                if rows.decode_value is not None:
-                    term = t.MatMul(term, rows.decode_value)
-                if rows.mean_value is not None:
-                    total = t.MatMul(mass, t.Expand(1.0, t.shape(count, 1)))  # sum; ReduceSum of 0 fails in ORT 1.23
-                    term = t.Add(term, t.Mul(total, t.Unsqueeze(rows.mean_value, [1])))
+            term = t.MatMul(mass, t.slice(v, first, stop, 2) if rows is None else rows.value)
             out = term if out is None else t.Add(out, term)
         out = t.Reshape(out, t.shape(0, h, g, size, d))
         if summary is not None:

@@ -1,6 +1,6 @@
-"""The compression methods by name. A method is the folder plugins/<name>; what it consists of is imported when asked.
+"""The compression methods by name. A method lives in a folder of plugins/, which is imported when asked.
 
-config.py: `Config`, a MethodConfig. reference.py (torch): `LayerCodec`, one layer's fitted tables, and `LayerCache`.
+config.py: its MethodConfig. reference.py (torch): `LayerCodec`, one layer's fitted tables, and `LayerCache`.
 onnx_body.py (onnx_ir): `plan` and `tables`.
 """
 
@@ -15,14 +15,34 @@ from plugins.errors import UserError
 if TYPE_CHECKING:
     from plugins.config import MethodConfig
 
-DEFAULT_RATIOS = {"deltakv": 0.29, "vqkv": 0.172}
-METHODS = tuple(DEFAULT_RATIOS)
+DEFAULT_RATIOS = {"deltakv": 0.29, "vqkv": 0.172}  # of the methods that --ratio configures
 DEFAULT_METHOD = "deltakv"
+# Name -> folder and configuration class. The integer methods are one folder's presets.
+_HOMES = {
+    "deltakv": ("deltakv", "DeltaKVConfig"),
+    "vqkv": ("vqkv", "VQKVConfig"),
+    "int8": ("intkv", "Int8Config"),
+    "int4": ("intkv", "Int4Config"),
+    "int3": ("intkv", "Int3Config"),
+    "kivi2": ("intkv", "KIVI2Config"),
+}
+METHODS = tuple(_HOMES)
+
+
+def label(method: str, ratio: float) -> str:
+    """How tables and pictures call a cache: "deltakv 0.29", "vqkv 0.172", "none", "int4"."""
+    return f"{method} {round(ratio, 3):g}" if method in DEFAULT_RATIOS else method
+
+
+def folder(method: str) -> str:
+    """The folder of a method, which is also its module in calib/. Raises UserError for an unknown method."""
+    return _home(method)[0]
 
 
 def config_class(method: str) -> type[MethodConfig]:
     """The configuration class of a method. Raises UserError for an unknown one."""
-    return _part(method, "config").Config
+    name = _home(method)[1]
+    return getattr(_part(method, "config"), name)
 
 
 def reference(method: str) -> ModuleType:
@@ -34,6 +54,10 @@ def onnx_body(method: str) -> ModuleType:
 
 
 def _part(method: str, part: str) -> ModuleType:
+    return import_module(f"plugins.{folder(method)}.{part}")
+
+
+def _home(method: str) -> tuple[str, str]:
     if method not in METHODS:
         raise UserError(f"method {method!r} is unknown: use one of {', '.join(METHODS)}")
-    return import_module(f"plugins.{method}.{part}")
+    return _HOMES[method]

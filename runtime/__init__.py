@@ -6,6 +6,7 @@ _HOME = {
     "Engine": "runtime.engine",
     "Session": "runtime.session",
     "Snapshot": "runtime.state",
+    "SelfCheckFailed": "runtime.canary",
     "ContextOverflow": "runtime.session",
     "Artefact": "runtime.artefact",
     "SamplingParams": "runtime.sampling",

@@ -44,13 +44,15 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--engine", required=True, help="engine folder written by python -m export build")
     engine.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     engine.add_argument("--threads", type=int, help="threads of one step (default: ONNX Runtime's choice)")
-    engine.add_argument("--memory-limit", type=byte_count, metavar="SIZE", help="cap on the cache, for example 4GiB")
     engine.add_argument("--no-verify", action="store_true", help="skip the SHA-256 of the engine's files")
+    engine.add_argument("--self-check", action="store_true", help="first replay the prompts stored at build")
     engine.add_argument("--json", action="store_true", help="print one JSON value instead of text")
+    capped = argparse.ArgumentParser(add_help=False, parents=[engine])
+    capped.add_argument("--memory-limit", type=byte_count, metavar="SIZE", help="cap on the cache, for example 4GiB")
 
     parser = argparse.ArgumentParser(prog="python -m runtime", description="Run a kvpack engine.")
     commands = parser.add_subparsers(dest="command", required=True)
-    generate = commands.add_parser("generate", parents=[engine], help="complete one prompt, or several as a batch")
+    generate = commands.add_parser("generate", parents=[capped], help="complete one prompt, or several as a batch")
     generate.add_argument("--prompt", action="append", default=[], help="repeat for a batch")
     generate.add_argument("--prompt-file", action="append", default=[], metavar="F", help="UTF-8 file with one prompt")
     generate.add_argument("--system", help="system message of the chat template")
@@ -64,18 +66,61 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     generate.set_defaults(run=run_generate)
 
-    bench = commands.add_parser("bench", help="measure the runtime itself").add_subparsers(required=True)
-    capacity = bench.add_parser("capacity", parents=[engine], help="decode time at one length, several capacities")
+    bench = commands.add_parser("bench", help="measure engines").add_subparsers(required=True, metavar="BENCH")
+    _add_comparisons(bench, engine)
+    capacity = bench.add_parser("capacity", parents=[capped], help="decode time at one length, several capacities")
     capacity.add_argument("--length", type=int, required=True, help="tokens stored, filled with synthetic content")
     capacity.add_argument("--capacities", type=integers, required=True, metavar="N,N", help="tokens allocated")
     capacity.add_argument("--steps", type=int, default=32, help="timed steps of each (default: 32)")
     capacity.set_defaults(run=run_bench, bench="capacity")
-    sessions = bench.add_parser("sessions", parents=[engine], help="resident memory over many short sessions")
+    sessions = bench.add_parser("sessions", parents=[capped], help="resident memory over many short sessions")
     sessions.add_argument("--count", type=int, default=1000)
     sessions.add_argument("--prompt-len", type=int, default=16)
     sessions.add_argument("--steps", type=int, default=4)
     sessions.set_defaults(run=run_bench, bench="sessions")
     return parser
+
+
+def _add_comparisons(bench: Any, engine: argparse.ArgumentParser) -> None:
+    """The benches that set several engines beside each other."""
+    several = argparse.ArgumentParser(add_help=False, parents=[engine])
+    several.add_argument("--against", nargs="+", default=[], metavar="E", help="more engines, compared with --engine")
+    several.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
+    several.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to this file")
+
+    latency = bench.add_parser(
+        "latency",
+        parents=[several],
+        help="time to the first token and per token, prefill and decode speed",
+        description="Time to the first token (TTFT), per token (TPOT, ITL), and the speed of prefill and decode alone. "
+        "Each repeat visits every engine in turn, each visit in a process of its own that warms up first.",
+    )
+    latency.add_argument("--input-len", type=int, default=1024, help="tokens of the prompt (default: 1024)")
+    latency.add_argument("--output-len", type=int, default=64, help="tokens generated (default: 64)")
+    latency.add_argument("--batch", type=int, default=1, help="sequences side by side (default: 1)")
+    latency.add_argument(
+        "--past",
+        type=integers,
+        default=[1024, 4096],
+        metavar="N,N",
+        help="stored tokens to decode at (default: 1024,4096)",
+    )
+    latency.add_argument(
+        "--prefill", type=integers, default=[], metavar="N,N", help="prompts timed alone (default: --input-len)"
+    )
+    latency.add_argument("--repeats", type=int, default=3, help="visits of each engine (default: 3)")
+    latency.set_defaults(run=run_comparison, bench="latency")
+
+    oom = bench.add_parser(
+        "oom-length",
+        parents=[several],
+        help="the longest context that fits into a given memory",
+        description="The longest context of one sequence that fits into --memory, weights included: tried by bisection "
+        "in fresh processes over synthetic content, beyond the engine's own limit of length.",
+    )
+    oom.add_argument("--memory", type=byte_count, required=True, metavar="SIZE", help="for example 8GiB")
+    oom.add_argument("--prefill", action="store_true", help="also find the longest real prompt that fits")
+    oom.set_defaults(run=run_comparison, bench="oom_length")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,13 +155,16 @@ def open_engine(args: argparse.Namespace) -> Engine:
     with working(f"loading {args.engine}"):
         from runtime.engine import Engine
 
-        return Engine.open(
+        engine = Engine.open(
             args.engine,
             provider=args.provider,
             threads=args.threads,
             verify=not args.no_verify,
             memory_limit=args.memory_limit,
         )
+        if args.self_check:
+            engine.self_check()
+        return engine
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -180,6 +228,34 @@ def run_bench(args: argparse.Namespace) -> None:
     for row in rows:
         table.add_row(*(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in row.values()))
     Console().print(table)
+
+
+def run_comparison(args: argparse.Namespace) -> None:
+    from runtime import bench
+    from runtime.bench.show import show
+
+    own = {
+        "latency": ("input_len", "output_len", "batch", "past", "prefill", "repeats"),
+        "oom_length": ("memory", "prefill"),
+    }
+    if args.out is not None and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}.")
+    report = getattr(bench, args.bench)(
+        [args.engine, *args.against],
+        **{name: getattr(args, name) for name in own[args.bench]},
+        provider=args.provider,
+        threads=args.threads,
+        verify=not args.no_verify,
+        self_check=args.self_check,
+        seed=args.seed,
+        progress_bar=sys.stderr.isatty(),
+    )
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(report))
+    else:
+        show(report)
 
 
 def _stream(

@@ -16,12 +16,15 @@ from runtime.artefact import REBUILD, Artefact
 from runtime.external import check_external_data
 
 if TYPE_CHECKING:
+    from runtime.canary import Check
     from runtime.generate import Completion
     from runtime.sampling import SamplingParams
     from runtime.session import Session
     from runtime.text import Text
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# By default CUDA's arena doubles, and its float32 products have ten bits.
+OPTIONS = {"cpu": {}, "cuda": {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}}
 MODEL_FILE = "model.onnx"
 ORT_TYPES = {
     "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int8)": "int8", "tensor(int16)": "int16",
@@ -92,6 +95,15 @@ class Engine:
 
         return complete(self, prompts, params, cancel)
 
+    def self_check(self) -> list[Check]:
+        """Replay the prompts stored at build and compare the logits; returns the measured numbers with their bounds.
+
+        Raises runtime.canary.SelfCheckFailed when one does not hold, UserError when the engine stores no prompts.
+        """
+        from runtime.canary import self_check
+
+        return self_check(self)
+
     @cached_property
     def text(self) -> Text:
         """Tokenizer, chat template and end-of-sequence tokens of the engine's folder."""
@@ -161,7 +173,7 @@ def _load(artefact: Artefact, provider: str, threads: int | None) -> object:
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
     try:
-        inference = ort.InferenceSession(path, options, providers=[PROVIDERS[provider]])
+        inference = ort.InferenceSession(path, options, providers=[(PROVIDERS[provider], OPTIONS[provider])])
     except Exception as error:  # onnxruntime's exceptions share no base class but this one
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"ONNX Runtime {ort.__version__} cannot load {path} ({reason}): {REBUILD}.") from error

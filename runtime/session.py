@@ -192,7 +192,6 @@ class Session:
             if length > self.capacity:
                 raise UserError(f"length {length} exceeds the allocated capacity {self.capacity}.")
             self._state.fill(seed)
-            self._bind_state()
             self.lengths = np.full(self.batch, length, np.int32)
 
     def __enter__(self) -> Session:

@@ -22,7 +22,10 @@ from export.verify import TIE, decode_steps, stored_rows
 from plugins.config import MethodConfig
 from plugins.deltakv import reference as deltakv
 from plugins.deltakv.config import DeltaKVConfig
+from plugins.intkv import reference as intkv
+from plugins.intkv.config import IntKVConfig
 from plugins.layer import LayerSpec
+from plugins.methods import folder
 from plugins.vqkv import reference as vqkv
 from plugins.vqkv.config import VQKVConfig
 from runtime import Engine
@@ -32,7 +35,7 @@ def random_codec(model: PreTrainedModel, config: MethodConfig, sha256: str = "",
     """Tables nobody fitted: orthogonal matrices and Gaussian codewords. What they lose does not matter to parity."""
     generator = torch.Generator().manual_seed(seed)
     specs = {spec.layer: spec for spec in layer_specs(model)}
-    make = {"vqkv": random_quantisers, "deltakv": random_compressor}[config.METHOD]
+    make = {"vqkv": random_quantisers, "deltakv": random_compressor, "intkv": random_means}[folder(config.METHOD)]
     compressed = compressed_layers(config, list(specs.values()))
     layers = {layer: make(config, specs[layer], generator) for layer in compressed}
     first = specs[min(layers)]
@@ -91,6 +94,11 @@ def make_engine(
     folder.mkdir(parents=True)
     write_engine(folder, loaded, codec, BuildOptions(out=folder, **({"kv_dtype": "fp32"} | (options or {}))))
     return model, codec
+
+
+def random_means(config: IntKVConfig, spec: LayerSpec, generator: torch.Generator) -> intkv.LayerCodec:
+    center = torch.randn(2, spec.num_kv_heads, spec.head_dim, generator=generator)
+    return intkv.LayerCodec(config, center if config.mean else torch.zeros_like(center))
 
 
 @dataclass

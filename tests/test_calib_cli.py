@@ -91,7 +91,7 @@ def test_deltakv_chooses_and_fits_as_json(place, capsys):
 def test_deltakv_reports_for_people_tell_what_decode_steps_read(place, capsys, arguments, field, value, said):
     assert fitted_deltakv(place, "--ratio", "0.7", *arguments) == 0
     out = capsys.readouterr().out
-    assert said in out and "fast fit" in out and "by number of full layers" in out
+    assert said in out and "fast fit" in out and "of the best configurations" in out
     assert ("coverage" in out) == (arguments[-1] != "all")
     assert json.loads((place / "codec" / "codec.json").read_text())["config"][field] == value
 

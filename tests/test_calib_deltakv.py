@@ -16,7 +16,7 @@ PLAN = deltakv.Effort(tokens=8, least=2, queries=16)
 
 
 def config(**changes) -> DeltaKVConfig:
-    values = {"head_dim": 8, "kv_heads": 2, "latent_dim": 16, "stride": 4, "full_layers": ()}
+    values = {"head_dim": 8, "kv_heads": 2, "latents": "16x4", "stride": 4, "full_layers": ()}
     return DeltaKVConfig(**{**values, "neighbors": 2, "sinks": 2, "window": 8, "block": 4, **changes})
 
 
@@ -50,7 +50,7 @@ def test_errors_are_those_of_the_held_out_window_read_back_from_the_cache():
 
 
 def test_unquantised_latents_keep_the_principal_part_of_the_residuals():
-    record, settings = seen(), config(latent_bits=16, latent_dim=12)
+    record, settings = seen(), config(latents="12x16")
     tables, errors = deltakv.fit_layer(record, settings, (0, 0))
     pairs = list(deltakv.residuals(record.rows[:3], settings, tables.center))
     residual = torch.cat([x - mean for x, mean in pairs]).double()
@@ -61,29 +61,45 @@ def test_unquantised_latents_keep_the_principal_part_of_the_residuals():
 
 def test_all_of_the_latents_lose_nothing():
     record = seen()
-    tables, _ = deltakv.fit_layer(record, config(latent_bits=16, latent_dim=32), (0, 0))
+    tables, _ = deltakv.fit_layer(record, config(latents="32x16"), (0, 0))
     assert lost(tables, record.rows).abs().max() < 1e-3
 
 
 def test_more_bits_and_more_dimensions_lose_less():
     record = seen()
-    by_bits = [deltakv.fit_layer(record, config(latent_bits=bits), (0, 0))[1]["residual"] for bits in (2, 4, 8, 16)]
-    by_size = [deltakv.fit_layer(record, config(latent_dim=size), (0, 0))[1]["residual"] for size in (8, 16, 24)]
+    by_bits = [deltakv.fit_layer(record, config(latents=f"16x{bits}"), (0, 0))[1]["residual"] for bits in (2, 4, 8, 16)]
+    by_size = [deltakv.fit_layer(record, config(latents=f"{size}x4"), (0, 0))[1]["residual"] for size in (8, 16, 24)]
     assert by_bits == sorted(by_bits, reverse=True) and by_size == sorted(by_size, reverse=True)
 
 
 def test_latents_have_like_variances():
     record = seen()
-    tables, _ = deltakv.fit_layer(record, config(latent_bits=16), (0, 0))
+    tables, _ = deltakv.fit_layer(record, config(latents="16x16"), (0, 0))
     pairs = deltakv.residuals(record.rows[:3], tables.config, tables.center)
     variance = torch.cat([deltakv.latents(tables, x, mean) for x, mean in pairs]).square().mean(0)
     torch.testing.assert_close(variance, variance.mean().expand(16), rtol=2e-3, atol=0)
 
 
+def test_a_segment_has_like_variances_and_more_of_them_than_the_next():
+    record, settings = seen(), config(latents="8x8+16x4")
+    tables, _ = deltakv.fit_layer(record, settings, (0, 0))
+    z = torch.cat([tables.residual(x, mean) for x, mean in deltakv.residuals(record.rows[:3], settings, tables.center)])
+    first, second = z.square().mean(0).split((8, 16))
+    for part in (first, second):
+        torch.testing.assert_close(part, part.mean().expand(len(part)), rtol=2e-3, atol=0)
+    assert first.mean() > 2 * second.mean()
+
+
+def test_at_equal_bytes_unequal_bits_lose_less_than_equal_ones():
+    record = seen()
+    one, mixed = (deltakv.fit_layer(record, config(latents=latents), (0, 0))[1] for latents in ("16x4", "8x4+16x2"))
+    assert mixed["residual"] < 0.8 * one["residual"]
+
+
 def test_the_metric_moves_the_error_out_of_the_heads_that_matter():
     metric = torch.eye(8).repeat(4, 1, 1) * torch.tensor([1.0, 1.0, 1.0, 1000.0])[:, None, None]
     plain, weighed = (
-        lost(deltakv.fit_layer(record, config(latent_dim=8, latent_bits=16), (0, 0))[0], record.rows)
+        lost(deltakv.fit_layer(record, config(latents="8x16"), (0, 0))[0], record.rows)
         for record in (seen(), seen(metric=metric))
     )
     assert weighed[:, 24:].square().sum() < 0.2 * plain[:, 24:].square().sum()
@@ -92,7 +108,7 @@ def test_the_metric_moves_the_error_out_of_the_heads_that_matter():
 
 def test_decompression_is_no_worse_than_any_other_map_of_the_latents():
     record = seen()
-    tables, _ = deltakv.fit_layer(record, config(latent_bits=2), (0, 0))
+    tables, _ = deltakv.fit_layer(record, config(latents="8x4+8x2"), (0, 0))
     pairs = list(deltakv.residuals(record.rows[:3], tables.config, tables.center))
     z = torch.cat([deltakv.latents(tables, x, mean) for x, mean in pairs])
     residual = torch.cat([x - mean for x, mean in pairs])
@@ -128,7 +144,7 @@ def test_rotations_give_a_covariance_equal_variances():
 
 
 def run(folder, model=None, **changes):
-    settings = config(head_dim=32, latent_dim=64, full_layers=(1,))
+    settings = config(head_dim=32, latents="64x4", full_layers=(1,))
     arguments = {"effort": "quick", "seed": 0, "context": 256, "out_dir": folder, "progress": False, **changes}
     settings, texts = arguments.pop("settings", settings), arguments.pop("texts", [TEXT])
     return fit.fit_codec(model or tiny("llama", num_hidden_layers=3), tiny_tokenizer(), settings, texts, **arguments)

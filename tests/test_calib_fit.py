@@ -121,7 +121,7 @@ def quality(monkeypatch):
     plan = training.TrainPlan(tokens=4 * 256, batch=256, micro=256, lr=0.02)
     monkeypatch.setitem(training.PLANS, "quick", plan)
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
-    made = DeltaKVConfig(32, 2, 24, stride=5, neighbors=2, full_layers=(0,), window=8, block=4)
+    made = DeltaKVConfig(32, 2, "24x4", stride=5, neighbors=2, full_layers=(0,), window=8, block=4)
     return lambda folder, **changes: run(folder, settings=made, context=128, **{"fit": "quality", **changes})
 
 

@@ -6,7 +6,17 @@ import torch
 from families import VOCAB, tiny
 
 from calib.codec import Codec, CodecInfo
-from calib.quality import Prefill, Score, bootstrap, compressed_mask, decode, measure, prefill, selected_mask
+from calib.quality import (
+    Prefill,
+    Score,
+    bootstrap,
+    compressed_mask,
+    decode,
+    measure,
+    prefill,
+    selected_mask,
+    steps_past,
+)
 from calib.reference import ReferenceModel
 from plugins.deltakv.config import DeltaKVConfig
 from plugins.deltakv.reference import LayerCodec as DeltaKVLayer
@@ -38,7 +48,7 @@ def random_codec(layers, **changes) -> Codec:
 
 
 def deltakv_codec(layers, **changes) -> Codec:
-    settings = {"latent_dim": 32, "stride": 4, "neighbors": 2, "sinks": 2, "window": 8, "block": 4}
+    settings = {"latents": "32x4", "stride": 4, "neighbors": 2, "sinks": 2, "window": 8, "block": 4}
     config = DeltaKVConfig(head_dim=32, kv_heads=2, **(settings | changes))
     generator = torch.Generator().manual_seed(1)
 
@@ -86,13 +96,13 @@ def test_all_tokens_at_once_equal_tokens_fed_one_by_one_through_the_reference_ca
 @pytest.mark.parametrize(
     ("family", "full", "changes"),
     [
-        ("llama", (), {"latent_bits": 4}),
-        ("llama", (0,), {"latent_bits": 16, "compressor": "swiglu", "hidden": 24}),
-        ("qwen2", (0, 2), {"latent_bits": 2, "latent_group": 8, "select_fraction": 0.3}),
-        ("llama", (0,), {"latent_bits": 8, "select_count": 5, "reference_bits": 8}),
-        ("llama", (0, 1), {"latent_bits": 4, "select_count": 1000}),
-        ("gemma2", (1,), {"latent_bits": 4}),
-        ("smollm3", (0, 2), {"latent_bits": 4, "select_fraction": 0.2}),
+        ("llama", (), {"latents": "32x4"}),
+        ("llama", (0,), {"latents": "32x16", "compressor": "swiglu", "hidden": 24}),
+        ("qwen2", (0, 2), {"latents": "8x8+24x2", "select_fraction": 0.3}),
+        ("llama", (0,), {"latents": "32x8", "select_count": 5, "reference_bits": 8}),
+        ("llama", (0, 1), {"latents": "32x4", "select_count": 1000}),
+        ("gemma2", (1,), {"latents": "32x4"}),
+        ("smollm3", (0, 2), {"latents": "32x4", "select_fraction": 0.2}),
     ],
 )
 def test_deltakv_at_once_equals_tokens_fed_one_by_one(family, full, changes):
@@ -110,6 +120,28 @@ def test_deltakv_at_once_equals_tokens_fed_one_by_one(family, full, changes):
     if codec.config.selects and changes.get("select_count") != 1000:
         everything = deltakv_codec(layers, full_layers=full, **{k: v for k, v in changes.items() if "select" not in k})
         assert (decode(model, start, everything)[0] - at_once).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("method", ["vqkv", "deltakv"])
+def test_steps_of_several_tokens_equal_those_of_the_reference_cache(method):
+    model, ids = tiny("llama"), tokens(1, 80)
+    codec = (
+        random_codec((0, 2)) if method == "vqkv" else deltakv_codec((1, 2, 3), full_layers=(0,), select_fraction=0.2)
+    )
+    feeds = (1, 1, 1, 19, 1, 1, 6, *(1,) * 14)
+    start = prefill(model, ids, 44)
+    at_once = decode(model, start, codec, steps_past(36, feeds))[0]
+    reference, place, steps = ReferenceModel(model, codec, 80), 36, []
+    reference.step(ids[0, :36].tolist())
+    for size in feeds:
+        steps.append(reference.step(ids[0, place : place + size].tolist()))
+        place += size
+    torch.testing.assert_close(at_once, torch.cat(steps), atol=1e-3, rtol=1e-3)
+    assert (at_once - decode(model, start, codec)[0]).abs().max() > 0.05  # than one by one
+    picks = [40, 41, 70]
+    some = decode(model, start, codec, steps_past(36, feeds), picks)[0]
+    torch.testing.assert_close(some, at_once[[4, 5, 34]], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(prefill(model, ids, 44, picks).logits, start.logits[:, [4, 5, 34]], atol=1e-5, rtol=1e-5)
 
 
 def test_windows_of_a_batch_choose_what_they_read_by_themselves():

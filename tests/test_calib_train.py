@@ -33,7 +33,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def codec(**changes) -> Codec:
-    made = deltakv_codec(LAYERS, full_layers=(0,), **({"latent_dim": 24} | changes))
+    made = deltakv_codec(LAYERS, full_layers=(0,), **({"latents": "24x4"} | changes))
     return replace(made, info=replace(made.info, model={"name": "tiny", "num_kv_heads": 2}))
 
 
@@ -47,10 +47,10 @@ def fit(folder: Path, plan: TrainPlan = PLAN, made: Codec | None = None, **chang
 
 
 VARIANTS = [
-    {"latent_bits": 16},
-    {"latent_bits": 4},
-    {"latent_bits": 2, "latent_group": 8, "reference_bits": 8},
-    {"latent_bits": 8, "compressor": "swiglu", "hidden": 16},
+    {"latents": "24x16"},
+    {"latents": "24x4"},
+    {"latents": "8x8+16x2", "reference_bits": 8},
+    {"latents": "24x8", "compressor": "swiglu", "hidden": 16},
 ]
 
 
@@ -67,7 +67,7 @@ def test_restored_vectors_are_those_of_the_codec(changes):
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_gradients_pass_straight_through_roundings(bits):
-    made = codec(latent_bits=bits)
+    made = codec(latents=f"24x{bits}")
     x = torch.randn(2, 50, made.config.width, generator=torch.Generator().manual_seed(2))
     live, tables = compressors(made), made.layers[1]
     (restore(live.layer(1), x) - x).square().sum().backward()
@@ -86,7 +86,7 @@ def test_gradients_pass_straight_through_roundings(bits):
 
 
 def test_own_vectors_take_gradients_through_references_and_residuals():
-    tables = codec(latent_bits=16).layers[1]
+    tables = codec(latents="24x16").layers[1]
     x = torch.randn(1, 30, tables.config.width, generator=torch.Generator().manual_seed(2)).requires_grad_()
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
     (restore(tables, x) * direction).sum().backward()
@@ -270,7 +270,7 @@ def test_the_rate_rises_then_falls_to_nothing():
     [
         ({}, {}),
         ({}, {"objective": "ce", "inputs": "own"}),
-        ({"compressor": "swiglu", "hidden": 16, "latent_bits": 2}, {}),
+        ({"compressor": "swiglu", "hidden": 16, "latents": "24x2"}, {}),
     ],
 )
 def test_training_lowers_the_loss_on_text_it_has_not_seen(tmp_path, changes, settings, bfloat16):
@@ -291,7 +291,7 @@ def test_training_lowers_the_loss_on_text_it_has_not_seen(tmp_path, changes, set
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_an_interrupted_training_goes_on_to_the_same_parameters(tmp_path, monkeypatch, bits):
-    made = codec(latent_bits=bits, compressor="swiglu", hidden=16)
+    made = codec(latents=f"24x{bits}", compressor="swiglu", hidden=16)
     for tables in made.layers.values():
         tables.down.zero_()
     whole = fit(tmp_path / "whole", made=made)

@@ -7,22 +7,23 @@ import pytest
 from plugins.deltakv.config import DeltaKVConfig
 from plugins.errors import UserError
 
-BASE = DeltaKVConfig(head_dim=64, kv_heads=3, latent_dim=96)
+BASE = DeltaKVConfig(head_dim=64, kv_heads=3, latents="96x4")
 
 
 def test_the_papers_configurations_have_the_papers_ratios():
     llama = DeltaKVConfig.paper_llama31_8b()
     assert llama.ratio(32) == pytest.approx(5 / 32 + 27 / 32 * (0.1 + 0.0625)) == pytest.approx(0.293, abs=5e-4)
-    assert dataclasses.replace(llama, latent_bits=16).ratio(32) == pytest.approx(0.452, abs=5e-4)
+    assert dataclasses.replace(llama, latents="512x16").ratio(32) == pytest.approx(0.452, abs=5e-4)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, 1 / 10 + 96 / 384 / 4),
-        ({"stride": 4, "latent_bits": 8}, 1 / 4 + 96 / 384 / 2),
+        ({"stride": 4, "latents": "96x8"}, 1 / 4 + 96 / 384 / 2),
         ({"reference_bits": 8}, 1 / 20 + 96 / 384 / 4),
-        ({"latent_bits": 2, "latent_dim": 384}, 1 / 10 + 1 / 8),
+        ({"latents": "384x2"}, 1 / 10 + 1 / 8),
+        ({"latents": "16x8+64x4+128x2"}, 1 / 10 + (16 * 8 + 64 * 4 + 128 * 2) / 384 / 16),
     ],
 )
 def test_a_layers_ratio_counts_references_and_latents(changes, expected):
@@ -48,12 +49,15 @@ def test_settings_override_fields_and_read_back_as_they_are_written():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("latent_bits=3", "latent_bits=3 must be one of 2, 4, 8, 16"),
-        ("latent_dim=392", "latent_dim=392 must be from 8 to 384"),
-        ("latent_dim=60", "multiple of 8"),
+        ("latents=96x3", "latents=96x3: 3 bits must be one of 2, 4, 8, 16"),
+        ("latents=392x4", "latents=392x4 must be at most 384 values"),
+        ("latents=200x4+200x2", "must be at most 384 values"),
+        ("latents=60x4", "in segments of multiples of 8"),
+        ("latents=0x8+96x4", "in segments of multiples of 8"),
+        ("latents=8x16+96x4", "16 bits stand alone, like 104x16"),
+        ("latents=many", "latents=many must be segments of values and bits, like 80x8"),
         ("stride=0", "stride=0 must be at least 1"),
         ("neighbors=9", "neighbors=9 must be from 1 to sinks=8"),
-        ("latent_group=36", "latent_group=36 must be 0 or divide latent_dim=96"),
         ("reference_bits=4", "reference_bits=4 must be 8 or 16"),
         ("compressor=gelu", "compressor=gelu must be linear or swiglu"),
         ("hidden=64", "hidden=64 must be positive with compressor=swiglu and 0 with linear"),
@@ -61,7 +65,7 @@ def test_settings_override_fields_and_read_back_as_they_are_written():
         ("select_count=-1", "none may be negative"),
         ("full_layers=-1", "must be distinct layer numbers"),
         ("kv_heads=4", "expected key=value with one of the keys"),
-        ("latent_dim=many", "latent_dim=many: cannot be read; write it like latent_dim=96"),
+        ("neighbors=many", "neighbors=many: cannot be read; write it like neighbors=2"),
         ("window=0", "window=0"),
     ],
 )

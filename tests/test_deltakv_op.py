@@ -32,7 +32,7 @@ from plugins.dense.reference import LayerCache as DenseCache
 from plugins.layer import LayerSpec
 
 WIDTH = 2 * HEADS * DIM
-SMALL = {"head_dim": DIM, "kv_heads": HEADS, "latent_dim": 24, "stride": 4, "neighbors": 2, "full_layers": (),
+SMALL = {"head_dim": DIM, "kv_heads": HEADS, "latents": "24x4", "stride": 4, "neighbors": 2, "full_layers": (),
          "sinks": 3, "window": 5, "block": 3}  # fmt: skip
 TIE = 1e-4
 
@@ -86,12 +86,12 @@ def check_rows(op: Op, references: list[LayerCache], config: DeltaKVConfig, shar
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "2 bits": {"latent_bits": 2},
-    "4 bits": {"latent_bits": 4},
-    "8 bits": {"latent_bits": 8},
-    "16 bits": {"latent_bits": 16, "latent_dim": 21},
-    "groups in 4 bits": {"latent_group": 8},
-    "groups in 2 bits": {"latent_bits": 2, "latent_group": 4},
+    "2 bits": {"latents": "24x2"},
+    "4 bits": {"latents": "24x4"},
+    "8 bits": {"latents": "24x8"},
+    "16 bits": {"latents": "21x16"},
+    "segments": {"latents": "8x8+16x4+24x2"},
+    "segments of equal bits": {"latents": "8x4+16x4"},
     "8-bit references": {"reference_bits": 8},
     "swiglu": {"compressor": "swiglu", "hidden": 20},
     "three neighbors": {"neighbors": 3},
@@ -101,7 +101,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half of the rows": {"select_fraction": 0.5, "full_layers": (0,)},
     "five rows": {"select_count": 5, "full_layers": (0,)},
     "five rows in 16 bits with 8-bit references": {
-        "select_count": 5, "full_layers": (0,), "latent_bits": 16, "reference_bits": 8,
+        "select_count": 5, "full_layers": (0,), "latents": "24x16", "reference_bits": 8,
     },
 }  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_equal_references_are_named_from_the_lowest() -> None:
 
 
 def test_appending_in_chunks_of_any_size_stores_the_same() -> None:
-    config = DeltaKVConfig(**(SMALL | {"latent_bits": 8}))
+    config = DeltaKVConfig(**(SMALL | {"latents": "24x8"}))
     x = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(6))
     rows = {"code_rows": config.geometry().encoded(60), "ref_rows": config.geometry().references(60)}
     states = []
@@ -245,7 +245,7 @@ def test_a_sequence_does_not_depend_on_the_others_of_its_batch(changes: dict[str
 
 
 def test_an_identity_compressor_gives_dense_attention() -> None:
-    config = DeltaKVConfig(**(SMALL | {"latent_bits": 16, "latent_dim": WIDTH}))
+    config = DeltaKVConfig(**(SMALL | {"latents": f"{WIDTH}x16"}))
     spec, generator = layer(), torch.Generator().manual_seed(2)
     turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator))[0]
     codec = LayerCodec(config, torch.randn(WIDTH, generator=generator), turn, turn.T.contiguous())

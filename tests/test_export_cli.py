@@ -23,6 +23,7 @@ from plugins.deltakv.config import DeltaKVConfig
 from plugins.vqkv.config import VQKVConfig
 from runtime import Engine
 from runtime.artefact import Artefact, fp16_bytes, state_bytes, write_config
+from runtime.canary import CANARY
 from runtime.cli import main as runtime_main
 
 SMALL = ["--method", "vqkv", "--set", "k_entries=16", "--set", "v_entries=16", "--context", "256"]
@@ -126,7 +127,7 @@ def test_inspect_prints_deltakvs_bytes_as_the_runtime_holds_them(
     config = DeltaKVConfig.from_json(described["method"]["config"])
     rows = (tokens - config.sinks - config.window) // config.block * config.block
     by_hand = tokens * config.width * 2 + config.width * 2  # the full layer and its trash row, fp16
-    by_hand += (rows + 1) * (config.latent_dim * config.latent_bits // 8 + 2 * config.scales + 2 * config.neighbors)
+    by_hand += (rows + 1) * (config.latent_bits // 8 + 2 * config.scales + 2 * config.neighbors)
     by_hand += (-(-rows // config.stride) + 1) * config.width * 2
     by_hand += (config.sinks + config.window + config.block) * config.width * 2
     with Engine.open(residual) as engine, engine.session() as session:
@@ -204,7 +205,7 @@ def test_bad_input_gives_one_sentence_and_leaves_nothing_behind(
         "tensorrt": ["--backend", "tensorrt"],
         "k_colour": ["--set", "k_colour=3"],
         "k_entries=1024": ["--method", "vqkv", "--set", "k_entries=1024"],
-        "latent_bits=5": ["--set", "latent_bits=5"],
+        "latents=24x5": ["--set", "latents=24x5"],
         "two ways": ["--set", "select_count=9", "--select-fraction", "0.5"],
         "select_fraction=2": ["--select-fraction", "2"],
         "no meaning with --method vqkv": ["--method", "vqkv", "--select-count", "64"],
@@ -258,9 +259,9 @@ def test_a_prompt_longer_than_the_limit_is_refused(built: Path, capsys: pytest.C
 
 def test_a_canary_that_was_tampered_with_is_found(built: Path, tmp_path: Path) -> None:
     bad = shutil.copytree(built, tmp_path / "engine")
-    stored = load_file(bad / verify.CANARY)
+    stored = load_file(bad / CANARY)
     save_file({**stored, "logits": stored["logits"] + np.linspace(0, 3, stored["logits"].shape[-1], dtype=np.float32)},
-              bad / verify.CANARY)  # fmt: skip
+              bad / CANARY)  # fmt: skip
     config = json.loads((bad / "config.json").read_text(encoding="utf-8"))
     write_config(bad, {key: value for key, value in config.items() if key not in ("files", "digest")})
     assert main(["verify", str(bad)]) == 1

@@ -12,10 +12,11 @@ from families import FAMILIES, VOCAB
 from transformers import PreTrainedModel
 
 from calib.codec import Codec
-from export.verify import Check, log_softmax
 from plugins.deltakv.config import DeltaKVConfig
+from plugins.intkv.config import Int4Config, Int8Config, KIVI2Config
 from plugins.vqkv.config import VQKVConfig
 from runtime import Engine
+from runtime.canary import Check, log_softmax
 
 PROMPTS = (150, 9, 40)  # with 64 more tokens they cross sliding windows and the ring
 STEPS = 64
@@ -91,23 +92,23 @@ def test_a_vqkv_engine_equals_the_reference_over_300_steps(case: str, tmp_path: 
 
 
 DELTAKV = {
-    "linear, reads all tokens": ("llama", {"latent_dim": 64, "full_layers": ()}, {"num_hidden_layers": 2}),
+    "linear, reads all tokens": ("llama", {"latents": "64x4", "full_layers": ()}, {"num_hidden_layers": 2}),
     "observed fraction, layers kept full, keys with a bias, 7 heads a group": (
         "qwen2",
-        {"latent_dim": 48, "stride": 7, "full_layers": (0, 2), "select_fraction": 0.3},
+        {"latents": "16x8+32x2", "stride": 7, "full_layers": (0, 2), "select_fraction": 0.3},
         {"num_hidden_layers": 4, "num_attention_heads": 14, "num_key_value_heads": 2},
     ),
     "observed count, SwiGLU, 8-bit references": (
         "qwen3",
-        {"latent_dim": 64, "compressor": "swiglu", "hidden": 96, "reference_bits": 8, "latent_bits": 8,
+        {"latents": "64x8", "compressor": "swiglu", "hidden": 96, "reference_bits": 8,
          "select_count": 40},
         {"num_hidden_layers": 3},
     ),
     "sliding layers stay whole, soft-capped scores, observed": (
-        "gemma2", {"latent_dim": 64, "full_layers": (1,), "select_fraction": 0.5, "latent_group": 32}, {},
+        "gemma2", {"latents": "32x4+32x4", "full_layers": (1,), "select_fraction": 0.5}, {},
     ),
     "partial rotary, latents of 16 bits": (
-        "phi3", {"latent_dim": 30, "latent_bits": 16, "neighbors": 2}, {"num_hidden_layers": 2}
+        "phi3", {"latents": "30x16", "neighbors": 4}, {"num_hidden_layers": 2}
     ),
 }  # fmt: skip
 
@@ -123,8 +124,34 @@ def test_a_deltakv_engine_equals_the_reference_over_400_steps(case: str, batch: 
     assert (found.selections[0] > 0) == config.selects
 
 
+INTKV = {
+    "int4, keys before RoPE": ("llama", Int4Config(32), {"num_hidden_layers": 2, "num_attention_heads": 6}, 300),
+    "kivi2, keys with a bias, 7 heads a group": (
+        "qwen2",
+        KIVI2Config(64, block=64),
+        {"num_hidden_layers": 2, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64},
+        300,
+    ),
+    "8 and 3 bits per channel, partial rotary, a layer kept full": (
+        "phi3",
+        Int8Config(32, v_bits=3, k_axis="channel", group=8, full_layers=(0,)),
+        {"num_hidden_layers": 2},
+        64,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INTKV)
+def test_an_integer_engine_equals_the_reference_at_every_step(case: str, tmp_path: Path) -> None:
+    family, config, changes, steps = INTKV[case]
+    model, codec = make_engine(tmp_path / "engine", family, config, **changes)
+    with Engine.open(tmp_path / "engine") as engine:
+        found = check_steps(engine, model, codec, (300, 9, 150), steps)
+    assert found.codes[2] <= found.codes[0] // 100
+
+
 def test_a_fresh_prompt_of_a_deltakv_engine_is_that_of_an_uncompressed_one(tmp_path: Path) -> None:
-    config = DeltaKVConfig(head_dim=32, kv_heads=2, latent_dim=32, select_fraction=0.2)
+    config = DeltaKVConfig(head_dim=32, kv_heads=2, latents="32x4", select_fraction=0.2)
     make_engine(tmp_path / "deltakv", "llama", config, num_hidden_layers=2)
     make_engine(tmp_path / "none", "llama", num_hidden_layers=2)
     ids = tokens(1, 700)[0].tolist()

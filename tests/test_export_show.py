@@ -29,8 +29,7 @@ def alternative(full: list[int], error: float) -> dict:
     return {
         "full_layers": full,
         "stride": 8,
-        "latent_dim": 24,
-        "latent_bits": 4,
+        "latents": "24x4",
         "ratio": 0.2912,
         "error": error,
     }
@@ -46,9 +45,9 @@ def test_a_choice_is_shown_with_the_best_others_and_a_line_per_layer(capsys):
         capsys, {"full_layers": [0, 3], "layers": layers, "alternatives": [*others, alternative([0, 3], 0.25)]}
     )
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    wanted = [["0,3 (chosen)", "8", "24 x 4 bits", "0.2912", "0.2500"], ["0", "8", "24 x 4 bits", "0.2912", "1.5000"]]
+    wanted = [["0,3 (chosen)", "8", "24x4", "0.2912", "0.2500"], ["0", "8", "24x4", "0.2912", "1.5000"]]
     assert cells[:2] == wanted
-    assert len([row for row in cells if "24 x 4 bits" in row]) == ALTERNATIVES
+    assert len([row for row in cells if "24x4" in row]) == ALTERNATIVES
     assert cells[ALTERNATIVES:] == [
         ["1", "0.01000", "0", "0.12500", "75.0%"],
         ["2", "0.02000", "0", "0.12500", "75.0%"],

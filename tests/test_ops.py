@@ -6,15 +6,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from ops import CAPACITY, DIM, FLOAT, HALF, HEADS, STEPS, Op, layer, rope_tables, run, twice
+from ops import CAPACITY, DIM, FLOAT, HALF, HEADS, STEPS, Op, host_feeds, layer, rope_tables, run, twice
 
+from plugins import graph
 from plugins.dense import onnx_body as dense
 from plugins.dense.reference import LayerCache as DenseCache
+from plugins.geometry import Geometry
 from plugins.layer import LayerSpec
 from plugins.vqkv import onnx_body as vqkv
 from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.reference import LayerCache as VQKVCache
 from plugins.vqkv.reference import LayerCodec, Quantiser
+
+LONG = [[25, 1, 20], *STEPS]  # up to 62 rows
 
 
 @pytest.mark.parametrize("window", [0, 1, 7])
@@ -26,6 +30,37 @@ def test_dense_attention_equals_the_reference(window: int, group: int, rotary_di
     op = Op(dense.plan(spec, FLOAT), 3, feeds)
     references = [DenseCache(spec, twice(tables) if tables else None) for _ in range(3)]
     assert run(op, references, spec) < 2e-6
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads tiles of 32 rows, the fewest, and the observing layer ranks 8 at a time."""
+    monkeypatch.setattr(graph, "ROW_TILE", 8)
+    monkeypatch.setattr(dense, "ROW_TILE", 8)
+
+
+@pytest.mark.parametrize(("group", "softcap"), [(3, 0.0), (1, 5.0)])
+def test_dense_attention_over_several_tiles_equals_the_reference(small_tiles: None, group: int, softcap: float) -> None:
+    spec, tables = layer(group, softcap=softcap), rope_tables(8)
+    op = Op(dense.plan(spec, FLOAT), 3, dict(zip(("cos", "sin"), (t.numpy() for t in tables), strict=True)))
+    assert run(op, [DenseCache(spec, twice(tables)) for _ in range(3)], spec, LONG) < 2e-6
+
+
+def test_the_observing_layer_selects_the_same_rows_however_it_is_tiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, geometry = layer(rotary_dim=0), Geometry(sinks=2, window=5, block=3, select_count=9)
+    generator, past, ops = torch.Generator().manual_seed(5), np.zeros(2, np.int32), []
+    for tile in (CAPACITY, 8):
+        monkeypatch.setattr(dense, "ROW_TILE", tile)
+        ops.append(Op(dense.plan(spec, FLOAT, geometry), 2, {}, geometry))
+    for size in (45, 1, 1, 1):
+        q, k, v = (torch.randn(2, h, size, DIM, generator=generator).numpy() for h in (spec.num_heads, HEADS, HEADS))
+        new = np.array([size, size // 2 + 1], np.int32)
+        for op in ops:
+            op.step(q=q, k=k, v=v, **host_feeds(past, new, geometry))
+        one, several = (op.extra["selected"] for op in ops)
+        np.testing.assert_array_equal(one, several)
+        past = past + new
+    assert (np.sort(one[:, :9], axis=1) != np.arange(9)).any()
 
 
 def test_dense_attention_in_half_precision_rounds_only_what_is_stored() -> None:
@@ -83,6 +118,24 @@ def test_vqkv_attention_and_its_codes_equal_the_reference(shape: str, tables: st
             entries = getattr(config, f"{side}_entries")
             got = op.state[f"codes_{side}"][b, :, : own.shape[1]].astype(int) + entries // 2
             assert own.shape[1] > 0 and (got == own.numpy()).all()
+
+
+@pytest.mark.parametrize("key_space", ["pre_rope", "post_rope"])
+@pytest.mark.parametrize("tables", ["head", "layer"])
+def test_vqkv_attention_over_several_tiles_equals_the_reference(small_tiles: None, tables: str, key_space: str) -> None:
+    shape = SHAPES["second stage on part of the groups"]
+    config = VQKVConfig(**(SMALL | shape), key_space=key_space, tables=tables)
+    spec = layer()
+    op, references = vqkv_setup(config, spec, 3)
+    assert run(op, references, spec, LONG, config.geometry()) < 5e-6
+
+
+@pytest.mark.parametrize("key_space", ["pre_rope", "post_rope"])
+def test_vqkv_attention_caps_the_scores_of_its_codes_too(small_tiles: None, key_space: str) -> None:
+    config = VQKVConfig(**(SMALL | SHAPES["byte codes"]), key_space=key_space)
+    spec = layer(softcap=5.0)
+    op, references = vqkv_setup(config, spec, 3)
+    assert run(op, references, spec, LONG, config.geometry()) < 5e-6
 
 
 def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:

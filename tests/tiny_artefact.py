@@ -261,7 +261,7 @@ def _order(body: str) -> str:
     return "\n".join(done)
 
 
-def _graph(geometry: Geometry | None) -> tuple[onnx.ModelProto, list[TensorSpec], list[TensorSpec]]:
+def _graph(geometry: Geometry | None, ballast: int) -> tuple[onnx.ModelProto, list[TensorSpec], list[TensorSpec]]:
     selects, stride = (geometry.selects, geometry.stride) if geometry is not None else (False, 0)
     roles = [
         role
@@ -278,6 +278,8 @@ def _graph(geometry: Geometry | None) -> tuple[onnx.ModelProto, list[TensorSpec]
             states.append(TensorSpec("refs", "state", "float16", ("batch", 1, "ref_rows", WIDTH), "refs_out"))
     else:
         states = [TensorSpec("cache", "state", "float16", ("batch", 1, "rows", WIDTH), "cache_out")]
+    if ballast:
+        states.append(TensorSpec("ballast", "state", "int8", ("batch", "rows", ballast), "ballast_out"))
     inputs = [TensorSpec(role, role, *HOST_INPUTS[role]) for role in roles] + states
     outputs = [TensorSpec("logits", "logits", "float32", ("batch", "picks", VOCAB))]
     outputs += [TensorSpec(state.alias or "", "state", state.dtype, state.shape) for state in states]
@@ -295,6 +297,7 @@ def _graph(geometry: Geometry | None) -> tuple[onnx.ModelProto, list[TensorSpec]
         split = {"okcode": "And(okcode0, plain)", "old": "old = Add(old0, oldrefs)"}
         body = body.format(**(split if stride else plain))
         body += (_REFERENCES if stride else "") + (_SELECTED if selects else "")
+    body += "ballast_out = Identity(ballast)\n" if ballast else ""
     text = (
         '<ir_version: 9, opset_import: ["": 18]>\n'
         f"tiny ({', '.join(map(declare, inputs))}) => ({', '.join(map(declare, outputs))}) {{\n{_order(body)}\n}}"
@@ -317,10 +320,13 @@ def _graph(geometry: Geometry | None) -> tuple[onnx.ModelProto, list[TensorSpec]
     return model, inputs, outputs
 
 
-def make(folder: Path, *, geometry: Geometry | None = None, max_length: int = 8192) -> Path:
-    """Write a tiny engine: dense without a geometry, coded with one. Returns the folder."""
+def make(folder: Path, *, geometry: Geometry | None = None, max_length: int = 8192, ballast: int = 0) -> Path:
+    """Write a tiny engine: dense without a geometry, coded with one. Returns the folder.
+
+    ballast: bytes per token of one more state, which no step reads.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model, inputs, outputs = _graph(geometry)
+    model, inputs, outputs = _graph(geometry, ballast)
     onnx.checker.check_model(model)
     onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=1024)
     tokenizer().save(str(folder / "tokenizer.json"))

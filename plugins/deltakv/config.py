@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from plugins.config import MethodConfig
@@ -15,12 +18,17 @@ COMPRESSORS = ("linear", "swiglu")
 STEPS = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
-def layer_ratio(reference_bits: int, stride: int, part: float, latent_bits: int) -> float:
+def layer_ratio(reference_bits: int, stride: int, latent_bits: float) -> float:
     """References and latents of a compressed layer, over its fp16 bytes (paper, section 4).
 
-    part: latent_dim / width. Indices, scales, sinks and window are not counted.
+    latent_bits: of a token, over width. Indices, scales, sinks and window are not counted.
     """
-    return reference_bits / 16 / stride + part * latent_bits / 16
+    return reference_bits / 16 / stride + latent_bits / 16
+
+
+def latents_to_text(segments: Iterable[tuple[int, int]]) -> str:
+    """((80, 8), (144, 4)) -> "80x8+144x4"; segments of no values are left out."""
+    return "+".join(f"{size}x{bits}" for size, bits in segments if size)
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,11 @@ class DeltaKVConfig(MethodConfig):
     `neighbors` references nearest to x among those at or before it, and their indices. It is read as g(z) + m.
 
     head_dim, kv_heads: sizes of the compressed layers.
-    latent_dim: values of z; with latent_bits < 16 a multiple of 8.
+    latents: values of z and bits of each, in segments "80x8+144x4+120x2": z is in principal axes, so that
+        the first vary most and earn most bits. Every segment has a scale per token. Bits are 2, 4 or 8, in segments
+        of multiples of 8 values; "256x16" does not quantise.
     stride: position p is a reference if p < sinks or (p - sinks) % stride == 0.
     neighbors: references per token; at most `sinks`, so that the first tokens find as many.
-    latent_bits: 16 (not quantised), 8, 4 or 2 bits per value of z.
-    latent_group: values of z that share one scale; 0: the whole token.
     reference_bits: 16 (raw), or 8 with one scale per token.
     compressor: f is "linear" (one matrix) or "swiglu" (that matrix plus a SwiGLU of `hidden` units); g is one matrix.
     hidden: units of the SwiGLU; 0 with "linear".
@@ -54,11 +62,9 @@ class DeltaKVConfig(MethodConfig):
 
     head_dim: int
     kv_heads: int
-    latent_dim: int
+    latents: str
     stride: int = 10
-    neighbors: int = 4
-    latent_bits: int = 4
-    latent_group: int = 0
+    neighbors: int = 2
     reference_bits: int = 16
     compressor: str = "linear"
     hidden: int = 0
@@ -73,22 +79,11 @@ class DeltaKVConfig(MethodConfig):
         super().__post_init__()
         if min(self.head_dim, self.kv_heads) < 1:
             raise UserError(f"head_dim={self.head_dim} and kv_heads={self.kv_heads} must be positive")
-        if self.latent_bits not in BITS:
-            raise UserError(f"latent_bits={self.latent_bits} must be one of {', '.join(map(str, BITS))}")
-        step = 1 if self.latent_bits == 16 else 8
-        if not 1 <= self.latent_dim <= self.width or self.latent_dim % step:
-            raise UserError(
-                f"latent_dim={self.latent_dim} must be from {step} to {self.width} (2 x {self.kv_heads} KV heads x "
-                f"head_dim {self.head_dim})" + (f" and a multiple of {step}" if step > 1 else "")
-            )
+        self._check_latents()
         if self.stride < 1:
             raise UserError(f"stride={self.stride} must be at least 1")
         if not 1 <= self.neighbors <= self.sinks:
             raise UserError(f"neighbors={self.neighbors} must be from 1 to sinks={self.sinks}")
-        if self.latent_group < 0 or (self.latent_group and self.latent_dim % self.latent_group):
-            raise UserError(f"latent_group={self.latent_group} must be 0 or divide latent_dim={self.latent_dim}")
-        if self.latent_group and self.latent_bits == 16:
-            raise UserError(f"latent_group={self.latent_group} has no meaning with latent_bits=16: leave it 0")
         if self.reference_bits not in (8, 16):
             raise UserError(f"reference_bits={self.reference_bits} must be 8 or 16")
         if self.compressor not in COMPRESSORS:
@@ -100,6 +95,37 @@ class DeltaKVConfig(MethodConfig):
                 f"select_fraction={self.select_fraction} and select_count={self.select_count} are two ways to set "
                 "one budget: leave one at 0"
             )
+
+    def _check_latents(self) -> None:
+        """Raises UserError."""
+        if not re.fullmatch(r"\d+x\d+(\+\d+x\d+)*", self.latents):
+            raise UserError(f"latents={self.latents} must be segments of values and bits, like 80x8+144x4+120x2")
+        bits = [bits for _, bits in self.segments]
+        if wrong := set(bits) - set(BITS):
+            raise UserError(f"latents={self.latents}: {min(wrong)} bits must be one of {', '.join(map(str, BITS))}")
+        if 16 in bits and len(bits) > 1:
+            raise UserError(f"latents={self.latents}: 16 bits stand alone, like {self.latent_dim}x16")
+        if any(size < 1 or (size % 8 and bits < 16) for size, bits in self.segments) or self.latent_dim > self.width:
+            raise UserError(
+                f"latents={self.latents} must be at most {self.width} values (2 x {self.kv_heads} KV heads x head_dim "
+                f"{self.head_dim}), in segments of multiples of 8"
+            )
+
+    @cached_property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """(values, bits) of each part of z."""
+        parts = (term.split("x") for term in self.latents.split("+"))
+        return tuple((int(size), int(bits)) for size, bits in parts)
+
+    @property
+    def latent_dim(self) -> int:
+        """Values of z."""
+        return sum(size for size, _ in self.segments)
+
+    @property
+    def latent_bits(self) -> int:
+        """Bits of z, scales not counted."""
+        return sum(size * bits for size, bits in self.segments)
 
     @property
     def width(self) -> int:
@@ -113,10 +139,8 @@ class DeltaKVConfig(MethodConfig):
 
     @property
     def scales(self) -> int:
-        """Scales per latent: 0 where it is not quantised."""
-        if self.latent_bits == 16:
-            return 0
-        return self.latent_dim // self.latent_group if self.latent_group else 1
+        """Scales per token, one for each segment: 0 where z is not quantised."""
+        return 0 if self.segments[0][1] == 16 else len(self.segments)
 
     def geometry(self) -> Geometry:
         return Geometry(
@@ -129,10 +153,10 @@ class DeltaKVConfig(MethodConfig):
         )
 
     def layer_ratio(self) -> float:
-        return layer_ratio(self.reference_bits, self.stride, self.latent_dim / self.width, self.latent_bits)
+        return layer_ratio(self.reference_bits, self.stride, self.latent_bits / self.width)
 
     def summary(self) -> str:
-        """One line: "every 10th token a reference, 4 nearest, latent 256 of 384 in 4 bits, linear, full layers 0"."""
+        """One line: "every 10. token a reference, 2 nearest; latents 80x8+144x4 of 384, linear; full layers 0; ..."."""
         references = f"every {self.stride}. token a reference" + (" in 8 bits" if self.reference_bits == 8 else "")
         layers = self.write_field("full_layers", self.full_layers) or "none"
         if self.select_fraction:
@@ -141,8 +165,8 @@ class DeltaKVConfig(MethodConfig):
             reads = f"reads {self.select_count} tokens" if self.select_count else "reads all tokens"
         unit = self.compressor + (f" of {self.hidden}" if self.hidden else "")
         return (
-            f"{references}, {self.neighbors} nearest; latent {self.latent_dim} of {self.width} in {self.latent_bits} "
-            f"bits, {unit}; full layers {layers}; {reads}"
+            f"{references}, {self.neighbors} nearest; latents {self.latents} of {self.width}, {unit}; "
+            f"full layers {layers}; {reads}"
         )
 
     @classmethod
@@ -151,7 +175,7 @@ class DeltaKVConfig(MethodConfig):
         return cls(
             head_dim=128,
             kv_heads=8,
-            latent_dim=512,
+            latents="512x4",
             stride=10,
             neighbors=4,
             compressor="swiglu",
@@ -162,6 +186,3 @@ class DeltaKVConfig(MethodConfig):
             window=128,
             block=128,
         )
-
-
-Config = DeltaKVConfig

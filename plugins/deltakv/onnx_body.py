@@ -39,10 +39,10 @@ def plan(spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int 
         return dtype, ("batch", 1, count, width)
 
     states = {"ring": rows(state, geometry.dense_rows, config.width)}
-    if config.latent_bits == 16:
+    if not config.scales:
         states["latents"] = rows(state, "code_rows", config.latent_dim)
     else:
-        states["latents"] = rows(ir.DataType.INT8, "code_rows", config.latent_dim * config.latent_bits // 8)
+        states["latents"] = rows(ir.DataType.INT8, "code_rows", config.latent_bits // 8)
         states["scales"] = rows(state, "code_rows", config.scales)
     index = ir.DataType.INT16 if ordinals <= 1 << 15 else ir.DataType.INT32
     states["index"] = rows(index, "code_rows", config.neighbors)
@@ -62,9 +62,8 @@ def plan(spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int 
         "block": config.block,
         "stride": config.stride,
         "neighbors": config.neighbors,
-        "latent_dim": config.latent_dim,
-        "latent_bits": config.latent_bits,
-        "latent_group": config.latent_group,
+        "latent_sizes": tuple(size for size, _ in config.segments),
+        "latent_bits": tuple(bits for _, bits in config.segments),
         "reference_bits": config.reference_bits,
         "hidden": config.hidden,
         "selects": int(config.selects),
@@ -95,7 +94,6 @@ class _Writer:
         self.spec, self.config, self.geometry, self.dtypes = spec, config, config.geometry(), dtypes
         self.inputs = graph.named(*inputs)
         self.x = dict(zip(inputs, self.inputs, strict=True))
-        self.half = 1 << (config.latent_bits - 1)
 
     def function(self, overload: str, outputs: tuple[str, ...], attributes: list[str]) -> ir.Function:
         b, x, geometry, spec = Body(), self.x, self.geometry, self.spec
@@ -154,8 +152,6 @@ class _Writer:
         live = graph.encoded(b, b.Unsqueeze(b.cast(x["live"], INT64), [0]), geometry)  # [1]
         count = b.size(x["selected"], 1) if config.selects else live
         pool = self.pool(b, b.slice(joined, 0, geometry.sinks, 2), x, live)
-        share = b.Mul(pool, np.float32(1 / config.neighbors))  # [B, 1, P, X]
-        shares = [self.heads(b, share, side) for side in (0, 1)]  # [B, H, P, D]
         matrix = b.Transpose(b.Reshape(x["decompress"], [0, 2 * h, d]), perm=[1, 0, 2])  # [2 H, latent_dim, D]
         to_key, to_value = (b.Unsqueeze(b.slice(matrix, side * h, (side + 1) * h, 0), [0]) for side in (0, 1))
 
@@ -171,57 +167,53 @@ class _Writer:
                 visible = t.Less(row, stored)
                 parts = {name: t.slice(x[name], start, stop, 2) for name in names}
             z = self.dequantised(t, parts["latents"], parts.get("scales"))  # [B, 1, n, latent_dim]
-            key_mean, value_mean = self.means(t, shares, t.cast(t.Squeeze(parts["index"], [1]), INT64))
-            key = self.rotated(t, t.Add(t.MatMul(z, to_key), key_mean), t.Add(row, geometry.sinks))
-            return key, [z, value_mean], visible
+            mean = self.mean(t, pool, t.cast(t.Squeeze(parts["index"], [1]), INT64))
+            key = t.Add(t.MatMul(z, to_key), self.heads(t, mean, 0))
+            return self.rotated(t, key, t.Add(row, geometry.sinks)), [z, self.heads(t, mean, 1)], visible
 
         def finish(t: Body, sums: list[ir.Value]) -> ir.Value:
             return t.Add(t.MatMul(sums[0], to_value), sums[1])
 
         return graph.summarise(b, self.spec, query, count, build, finish, [config.latent_dim, d])
 
-    def means(self, b: Body, shares: list[ir.Value], index: ir.Value) -> list[ir.Value]:
-        """For each of shares [B, H, P, D] the sum of the rows that index [B, n, neighbors] names: [B, H, n, D]."""
-        totals: list[ir.Value] = []
-        shape = b.shape(b.size(index, 0), self.spec.num_kv_heads, b.size(index, 1), 1)
-        for n in range(self.config.neighbors):
-            named = b.Expand(b.Unsqueeze(b.slice(index, n, n + 1, 2), [1]), shape)
-            parts = [b.GatherND(share, named, batch_dims=2) for share in shares]
-            totals = [b.Add(x, y) for x, y in zip(totals, parts, strict=True)] if totals else parts
-        return totals
+    def mean(self, b: Body, pool: ir.Value, index: ir.Value) -> ir.Value:
+        """Mean of the rows of pool [B, 1, P, X] that index [B, n, neighbors] names: float32 [B, 1, n, X]."""
+        named = [b.Squeeze(b.slice(index, n, n + 1, 2), [2]) for n in range(self.config.neighbors)]
+        picked = [b.cast(graph.gather_rows(b, pool, n, 1), FLOAT) for n in named]
+        return b.Mul(b.Sum(*picked), np.float32(1 / len(picked))) if len(picked) > 1 else picked[0]
 
     def pool(self, b: Body, sinks: ir.Value, states: dict[str, ir.Value], count: ir.Value) -> ir.Value:
-        """The references of the first `count` code rows by their ordinals: [B, 1, sinks + ceil(count / stride), X]."""
+        """The references of the first `count` code rows by their ordinals: [B, 1, sinks + ceil(count / stride), X].
+
+        In the states' dtype, or in float32 where 8 bits had to be restored.
+        """
         rows = b.Div(b.Add(count, [self.config.stride - 1]), [self.config.stride])
-        references = b.cast(b.slice(states["references"], [0], rows, 2), FLOAT)
+        references = b.slice(states["references"], [0], rows, 2)
         if self.config.reference_bits == 8:
             scale = b.cast(b.slice(states["reference_scales"], [0], rows, 2), FLOAT)
-            references = b.Add(b.Mul(references, scale), self.x["center"])
-        return b.Concat(b.cast(sinks, FLOAT), references, axis=2)
+            references = b.Add(b.Mul(b.cast(references, FLOAT), scale), self.x["center"])
+            sinks = b.cast(sinks, FLOAT)
+        return b.Concat(sinks, references, axis=2)
 
     def dequantised(self, b: Body, latents: ir.Value, scales: ir.Value | None) -> ir.Value:
         """latents [B, 1, N, bytes] and scales [B, 1, N, scales] -> z [B, 1, N, latent_dim]."""
-        rest = b.cast(latents, FLOAT)
+        values = b.cast(latents, FLOAT)
         if scales is None:
-            return rest
-        bits, scales = self.config.latent_bits, b.cast(scales, FLOAT)
-        # A byte holds code - half in its highest bits, and plain codes, all positive, below: see `quantised`.
-        parts, center = [], 0.5
-        for low in range(8 - bits, 0, -bits):
-            high = b.Floor(b.Mul(rest, np.float32(2.0**-low)))
-            parts.insert(0, b.Add(high, np.float32(center)))
-            rest, center = b.Sub(rest, b.Mul(high, np.float32(2.0**low))), 0.5 - self.half
-        parts.insert(0, b.Add(rest, np.float32(center)))
-        steps = b.Concat(*parts, axis=-1) if len(parts) > 1 else parts[0]
-        if self.config.scales == 1:
-            return b.Mul(steps, scales)
-        grouped = b.Mul(self.grouped(b, steps), b.Unsqueeze(scales, [4]))
-        return b.Reshape(grouped, [0, 0, 0, self.config.latent_dim])
-
-    def grouped(self, b: Body, z: ir.Value) -> ir.Value:
-        """[B, 1, N, latent_dim] -> [B, 1, N, scales, group]."""
-        scales = self.config.scales
-        return b.Reshape(z, [0, 0, 0, scales, self.config.latent_dim // scales])
+            return values
+        scales, found, first = b.cast(scales, FLOAT), [], 0
+        for number, (size, bits) in enumerate(self.config.segments):
+            rest = b.slice(values, first, first + size * bits // 8, -1)
+            first += size * bits // 8
+            # A byte holds code - half in its highest bits, and plain codes, all positive, below: see `quantised`.
+            parts, center = [], 0.5
+            for low in range(8 - bits, 0, -bits):
+                high = b.Floor(b.Mul(rest, np.float32(2.0**-low)))
+                parts.insert(0, b.Add(high, np.float32(center)))
+                rest, center = b.Sub(rest, b.Mul(high, np.float32(2.0**low))), 0.5 - (1 << (bits - 1))
+            parts.insert(0, b.Add(rest, np.float32(center)))
+            steps = b.Concat(*parts, axis=-1) if len(parts) > 1 else parts[0]
+            found.append(b.Mul(steps, b.slice(scales, number, number + 1, -1)))
+        return b.Concat(*found, axis=-1) if len(found) > 1 else found[0]
 
     # -- writing
 
@@ -231,13 +223,14 @@ class _Writer:
         source, target = b.cast(x["enc_src"], INT64), b.cast(x["enc_dst"], INT64)
         some = b.Squeeze(b.Greater(b.size(source, 1), [0]))
         written = self.written_references(b, joined, source, target, some)
-        size = config.latent_dim if config.latent_bits == 16 else config.latent_dim * config.latent_bits // 8
+        size = config.latent_bits // 8 if config.scales else config.latent_dim
         widths = {"index": config.neighbors, "latents": size} | ({"scales": config.scales} if config.scales else {})
 
         def rows(t: Body) -> ir.Value:
             count = graph.encoded(t, t.ReduceMax(stored, [0]), self.geometry)  # [1]
             pool = self.pool(t, t.slice(ring, 0, self.geometry.sinks, 2), written, count)
-            return self.rows(t, joined, t.Squeeze(pool, [1]), source, target, sum(widths.values()))
+            pool = t.cast(t.Squeeze(pool, [1]), FLOAT)
+            return self.rows(t, joined, pool, source, target, sum(widths.values()))
 
         coded = self.where_some(b, some, source, sum(widths.values()), rows)
         first = 0
@@ -343,25 +336,29 @@ class _Writer:
     def quantised(self, b: Body, z: ir.Value) -> list[ir.Value]:
         """z [B, t, latent_dim] -> the numbers to store, float32: latents, and scales where there are any.
 
-        With 8 / bits = n codes to a byte, byte i holds codes i, i + size, ..., i + (n - 1) size, the first one in its
-        lowest bits, less 128; size = latent_dim / n bytes.
+        Of a segment with 8 / bits = n codes to a byte, byte i holds codes i, i + bytes, ..., i + (n - 1) bytes, the
+        first one in its lowest bits, less 128; the segments' bytes follow one another.
         """
-        config = self.config
-        if not config.scales:
+        if not self.config.scales:
             return [z]
-        parts = b.Reshape(z, [0, 0, config.scales, config.latent_dim // config.scales])
-        largest = b.Mul(b.ReduceMax(b.Abs(parts), [-1]), np.float32(1 / self.half))
-        rms = b.Sqrt(b.ReduceMean(b.Mul(parts, parts), [-1]))
-        scale = b.Min(largest, b.Mul(rms, np.float32(STEPS[config.latent_bits])))
-        scale = b.cast(b.cast(scale, self.dtypes["scales"]), FLOAT)  # [B, t, scales, 1]
-        steps = b.Add(b.Floor(divided(b, parts, scale)), np.float32(self.half))
-        codes = b.Reshape(b.Clip(steps, np.float32(0), np.float32(2 * self.half - 1)), [0, 0, config.latent_dim])
-        size = config.latent_dim * config.latent_bits // 8
-        packed = b.slice(codes, 0, size, 2)
-        for n in range(1, 8 // config.latent_bits):
-            more = b.slice(codes, n * size, (n + 1) * size, 2)
-            packed = b.Add(packed, b.Mul(more, np.float32(1 << (config.latent_bits * n))))
-        return [b.Sub(packed, np.float32(128)), b.Squeeze(scale, [3])]
+        found, scales, first = [], [], 0
+        for size, bits in self.config.segments:
+            half, count = 1 << (bits - 1), size * bits // 8
+            part = b.slice(z, first, first + size, 2)
+            first += size
+            largest = b.Mul(b.ReduceMax(b.Abs(part), [-1]), np.float32(1 / half))
+            rms = b.Sqrt(b.ReduceMean(b.Mul(part, part), [-1]))
+            scale = b.Min(largest, b.Mul(rms, np.float32(STEPS[bits])))
+            scale = b.cast(b.cast(scale, self.dtypes["scales"]), FLOAT)  # [B, t, 1]
+            steps = b.Add(b.Floor(divided(b, part, scale)), np.float32(half))
+            codes = b.Clip(steps, np.float32(0), np.float32(2 * half - 1))
+            packed = b.slice(codes, 0, count, 2)
+            for n in range(1, 8 // bits):
+                more = b.slice(codes, n * count, (n + 1) * count, 2)
+                packed = b.Add(packed, b.Mul(more, np.float32(1 << (bits * n))))
+            found.append(packed)
+            scales.append(scale)
+        return [b.Sub(b.Concat(*found, axis=-1), np.float32(128)), b.Concat(*scales, axis=-1)]
 
 
 def divided(b: Body, x: ir.Value, scale: ir.Value) -> ir.Value:

@@ -104,34 +104,42 @@ class LayerCodec:
     def quantised(self, z: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Latents z [..., latent_dim] -> codes [..., latent_dim] and scales [..., scales].
 
-        Codes are whole numbers from 0 to 2^bits - 1 in a float tensor; with 16 bits the latents themselves, without a
-        scale.
+        Codes are whole numbers from 0 to 2^bits - 1 in a float tensor; with 16 bits the latents themselves, without
+        scales.
         """
         if not self.config.scales:
             return z.to(state_dtype).float(), z.new_zeros(*z.shape[:-1], 0)
         ratio, scale = self.scaled(z, state_dtype)
-        half = 1 << (self.config.latent_bits - 1)
-        return (ratio.floor() + half).clamp(0, 2 * half - 1), scale
+        half = self.spread(z.new_tensor([1 << (bits - 1) for _, bits in self.config.segments]))
+        return (ratio.floor() + half).clamp_min(0).minimum(2 * half - 1), scale
 
     def scaled(self, z: Tensor, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """z in steps of its scale [..., latent_dim], and the scale [..., scales] as stored; 0 where z is 0.
+        """z in steps of its scales [..., latent_dim], and the scales [..., scales] as stored; 0 where z is 0.
 
-        A step is the one best for Gaussian values of the token's root mean square, or less where no value needs it.
+        A step is the one best for Gaussian values of the segment's root mean square, or less where no value needs it.
         """
-        bits, scales = self.config.latent_bits, self.config.scales
-        parts = z.unflatten(-1, (scales, -1))
-        largest = parts.abs().amax(-1) / (1 << (bits - 1))
-        scale = torch.minimum(largest, STEPS[bits] * parts.square().mean(-1).sqrt()).to(state_dtype).float()
-        ratio = torch.where(scale[..., None] > 0, parts / scale[..., None], 0.0)
-        return ratio.flatten(-2), scale
+        ratios, scales, first = [], [], 0
+        for size, bits in self.config.segments:
+            part = z[..., first : first + size]
+            largest = part.abs().amax(-1, keepdim=True) / (1 << (bits - 1))
+            best = STEPS[bits] * part.square().mean(-1, keepdim=True).sqrt()
+            scale = torch.minimum(largest, best).to(state_dtype).float()
+            ratios.append(torch.where(scale > 0, part / scale, 0.0))
+            scales.append(scale)
+            first += size
+        return torch.cat(ratios, dim=-1), torch.cat(scales, dim=-1)
 
     def decoded(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Latents z [..., latent_dim] from what `quantised` returned."""
         if not self.config.scales:
             return codes
-        half = 1 << (self.config.latent_bits - 1)
-        steps = (codes - half + 0.5).unflatten(-1, (self.config.scales, -1))
-        return (steps * scale[..., None]).flatten(-2)
+        half = self.spread(codes.new_tensor([1 << (bits - 1) for _, bits in self.config.segments]))
+        return (codes - half + 0.5) * self.spread(scale)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """What the segments have, x [..., scales], for each of their values: [..., latent_dim]."""
+        sizes = [size for size, _ in self.config.segments]
+        return torch.cat([part.expand(*x.shape[:-1], n) for part, n in zip(x.split(1, -1), sizes, strict=True)], dim=-1)
 
     # -- whole sequences
 
@@ -298,7 +306,7 @@ class LayerCache:
         margin = torch.full_like(codes, torch.inf)
         if codec.config.scales:
             ratio = codec.scaled(z, self.state_dtype)[0]
-            steps = (noise / scales).repeat_interleave(codec.config.latent_dim // codec.config.scales, dim=-1)
+            steps = codec.spread(noise / scales)
             exact = (x == mean).all(-1) & (torch.arange(first, last) % codec.config.stride == 0)
             margin = torch.where(exact[..., None], torch.inf, (ratio - ratio.round()).abs() - steps)
         self.noise = torch.cat((self.noise, noise), dim=1)
@@ -340,6 +348,9 @@ def stored_rows(config: DeltaKVConfig, state: dict[str, Tensor]) -> Rows:
     latents, index = state["latents"], state["index"].long()
     if not config.scales:
         return Rows(latents.float(), torch.zeros(1, latents.shape[1], 0), index)
-    value, bits = latents.int() + 128, config.latent_bits
-    codes = torch.cat([(value >> low) & ((1 << bits) - 1) for low in range(0, 8, bits)], dim=-1)
-    return Rows(codes.float(), state["scales"].float(), index)
+    codes, first = [], 0
+    for size, bits in config.segments:
+        value = latents[..., first : first + size * bits // 8].int() + 128
+        codes += [(value >> low) & ((1 << bits) - 1) for low in range(0, 8, bits)]
+        first += size * bits // 8
+    return Rows(torch.cat(codes, dim=-1).float(), state["scales"].float(), index)

@@ -16,6 +16,7 @@ from ..layer import LayerSpec
 OP, OBSERVED_OP = "DenseAttention", "DenseObservedAttention"
 INPUTS = ("q", "k", "v", "state_k", "state_v", "past_len", "new_len", "live", "cos", "sin")
 OUTPUTS = ("out", "state_k_out", "state_v_out")
+ROW_TILE = 2048  # rows read at a time: they cost a cast only, so a short context is one tile
 SELECTION_INPUTS, SELECTION_OUTPUTS = ("select_len", "select_width"), ("selected",)
 
 
@@ -38,27 +39,30 @@ def function(heads: LayerSpec, state: ir.DataType, overload: str, observes: Geom
     query, key, value = (b.cast(x, FLOAT) for x in (q, k, v))
     query = graph.rope(b, query, position, cos, sin, heads.rotary_dim, heads.head_dim)
     key = graph.rope(b, key, position, cos, sin, heads.rotary_dim, heads.head_dim)
-    fresh = [b.cast(x, state) for x in (key, value)]
+    fresh, end = [b.cast(x, state) for x in (key, value)], b.Unsqueeze(b.cast(live, INT64), [0])
+    seen: list[Rows] = []
+    found = None
     if heads.window:
         old = [b.Concat(s, f, axis=2) for s, f in zip((state_k, state_v), fresh, strict=True)]
         held = graph.ring_positions(b, past, 0, heads.window)
         source = graph.ring_source(b, past, new, 0, heads.window)
-        read = [b.slice(x, 0, heads.window, 2) for x in old]
-        visible = b.GreaterOrEqual(held, 0)
+        read = [b.cast(b.slice(x, 0, heads.window, 2), FLOAT) for x in old]
+        seen = [Rows(*read, b.GreaterOrEqual(held, 0), held)]
         written = [graph.gather_rows(b, x, source, heads.num_kv_heads) for x in old]
     else:
-        end = b.Unsqueeze(b.cast(live, INT64), [0])
-        read = [b.slice(s, [0], end, 2) for s in (state_k, state_v)]
-        held = b.Range(0, b.cast(live, INT64), 1)
-        visible = b.Less(b.Unsqueeze(held, [0]), b.Unsqueeze(past, [1]))
-        real = graph.new_rows(b, new, length)
-        trash = b.Sub(b.size(state_k, 2), [1])
-        row = b.Where(real, position, trash)
+        stored = b.Unsqueeze(past, [1])  # [B, 1]
+
+        def build(t: Body, start: ir.Value, stop: ir.Value) -> tuple[ir.Value, list[ir.Value], ir.Value]:
+            row = t.Unsqueeze(t.Range(t.Squeeze(start), t.Squeeze(stop), 1), [0])  # [1, n]
+            keys, values = (t.cast(t.slice(s, start, stop, 2), FLOAT) for s in (state_k, state_v))
+            return keys, [values], t.Less(row, stored)
+
+        found = graph.summarise(b, heads, query, end, build, lambda t, sums: sums[0], [heads.head_dim], ROW_TILE)
+        row = b.Where(graph.new_rows(b, new, length), position, b.Sub(b.size(state_k, 2), [1]))  # the last row is trash
         written = [
             graph.scatter_rows(b, s, row, f, heads.num_kv_heads) for s, f in zip((state_k, state_v), fresh, strict=True)
         ]
-    cached = Rows(b.cast(read[0], FLOAT), b.cast(read[1], FLOAT), visible, held)
-    out = b.CastLike(graph.attention(b, heads, query, key, value, past, new, [cached]), q)
+    out = b.CastLike(graph.attention(b, heads, query, key, value, past, new, seen, found), q)
     outputs, names = [out, *written], OUTPUTS
     attributes = plan(heads, state, observes).attributes
     if observes is None:
@@ -72,7 +76,7 @@ def function(heads: LayerSpec, state: ir.DataType, overload: str, observes: Geom
     chosen = graph.when(
         b,
         b.And(b.Equal(b.Squeeze(length), 1), b.Greater(width, 0)),
-        lambda t: most_attended(t, heads, observes, query, key, cached, past, width),
+        lambda t: most_attended(t, heads, observes, query, key, state_k, past, end, width),
         everything,
         INT32,
     )
@@ -85,21 +89,34 @@ def most_attended(
     geometry: Geometry,
     q: ir.Value,
     k: ir.Value,
-    cached: Rows,
+    state_k: ir.Value,
     past: ir.Value,
+    live: ir.Value,
     width: ir.Value,
 ) -> ir.Value:
     """The `width` code rows with the largest softmax probability of any head, the lower of equals: int32 [B, width].
 
-    q [B, H g, 1, D] and k [B, H, 1, D], rotated; cached: every stored position, in order; width int64 [].
+    q [B, H g, 1, D] and k [B, H, 1, D], rotated; state_k: every position in order, those below past int64 [B] stored
+    and all of these below live int64 [1]; width int64 [].
     """
     h, g, d = heads.num_kv_heads, heads.group, heads.head_dim
     query = b.Reshape(b.Mul(q, heads.scale), b.shape(0, h, g, d))
-    score = b.MatMul(query, b.Transpose(cached.key, perm=[0, 1, 3, 2]))  # [B, H, g, N]
-    score = b.Concat(score, b.MatMul(query, b.Transpose(k, perm=[0, 1, 3, 2])), axis=-1)
+
+    def products(t: Body, keys: ir.Value) -> ir.Value:
+        return t.MatMul(query, t.Transpose(keys, perm=[0, 1, 3, 2]))  # [B, H, g, n]
+
+    def tile(t: Body, start: ir.Value, size: ir.Value) -> ir.Value:
+        stop = t.Min(t.Add(start, size), live)
+        score = products(t, t.cast(t.slice(state_k, start, stop, 2), FLOAT))
+        return t.Pad(score, t.shape(0, t.Sub(t.Add(start, size), stop)), None, [-1])
+
+    stacked = graph.tiles(b, live, ROW_TILE, tile, FLOAT)  # [T, B, H, g, n]
+    score = b.Reshape(b.Transpose(stacked, perm=[1, 2, 3, 0, 4]), [0, 0, 0, -1])
+    score = b.Concat(b.slice(score, [0], live, 3), products(b, k), axis=-1)  # [B, H, g, live + 1]
     if heads.softcap:
         score = b.Mul(b.Tanh(b.Div(score, heads.softcap)), heads.softcap)
-    seen = b.Pad(cached.visible, [0, 1], True, [-1])  # the new token sees itself
+    stored = b.Less(b.Unsqueeze(b.Range(0, b.Squeeze(live), 1), [0]), b.Unsqueeze(past, [1]))
+    seen = b.Pad(stored, [0, 1], True, [-1])  # the new token sees itself
     weight = b.Softmax(b.Where(b.Unsqueeze(seen, [1, 2]), score, graph.MASKED), axis=-1)
     most = b.ReduceMax(weight, [1, 2], keepdims=0)  # [B, N + 1]
     most = b.slice(most, geometry.sinks, b.Sub(b.size(most, 1), [1]), 1)

@@ -223,6 +223,3 @@ def stages_from_text(text: str) -> tuple[int, ...]:
         count, _, groups = term.rpartition("x")
         stages += [int(groups)] * int(count or 1)
     return tuple(stages)
-
-
-Config = VQKVConfig

@@ -74,9 +74,16 @@ class Quantiser:
             total = b.Pad(total, [0, self.spec.head_dim - covered], None, [-1])
         return total
 
-    def rebuild(self, b: Body, codes: ir.Value) -> ir.Value:
-        """codes int8 [B, H, N, L] -> the vectors themselves, [B, H, N, D]."""
-        return b.Add(b.MatMul(self.decode(b, codes), self.decode_matrix), b.Unsqueeze(self.mean, [1]))
+    def vectors(self, b: Body, x: ir.Value) -> ir.Value:
+        """x [B, H, N, D] in the codec's space -> the vectors themselves."""
+        return b.Add(b.MatMul(x, self.decode_matrix), b.Unsqueeze(self.mean, [1]))
+
+    def query(self, b: Body, q: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """q [B, H g, S, D] -> q' of that shape and c [B, H g, S, 1]: q . vectors(x) = q' . x + c."""
+        flat = b.Reshape(q, [0, self.spec.num_kv_heads, -1, self.spec.head_dim])
+        coded = b.MatMul(flat, b.Transpose(self.decode_matrix, perm=[0, 2, 1]))
+        constant = b.MatMul(flat, b.Unsqueeze(self.mean, [2]))
+        return b.Reshape(coded, b.Shape(q)), b.Reshape(constant, [0, self.spec.num_heads, -1, 1])
 
     def encode(self, b: Body, rows: ir.Value) -> ir.Value:
         """rows float32 [B, H, E, D] -> codes int8 [B, H, E, L]. A step without rows costs nothing."""
@@ -169,42 +176,37 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
     kv, rows = spec.num_kv_heads, geometry.dense_rows
     past, new, length = b.cast(past_len, INT64), b.cast(new_len, INT64), b.size(q, 2)
 
-    def rotated(x: ir.Value, position: ir.Value) -> ir.Value:
+    def rotated(b: Body, x: ir.Value, position: ir.Value) -> ir.Value:
         return graph.rope(b, x, position, cos, sin, spec.rotary_dim, spec.head_dim)
 
     position = graph.step_positions(b, past, length)
     query, raw_key, value = (b.cast(x, FLOAT) for x in (q, k, v))
-    query, key = rotated(query, position), rotated(raw_key, position)
+    query, key = rotated(b, query, position), rotated(b, raw_key, position)
     fresh = [b.cast(x, state) for x in (raw_key if pre_rope else key, value)]
     joined = [b.Concat(r, f, axis=2) for r, f in zip((ring_k, ring_v), fresh, strict=True)]  # [B, H, rows + S, D]
 
     # (a) what the new tokens see of the old state
-    stored = graph.encoded(b, past, geometry)  # [B]
+    stored = b.Unsqueeze(graph.encoded(b, past, geometry), [1])  # [B, 1]
     held = graph.ring_positions(b, past, geometry.sinks, geometry.ring)
     exact = [b.cast(b.slice(x, 0, rows, 2), FLOAT) for x in joined]
-    tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(b.Unsqueeze(stored, [1]), geometry.sinks)))
-    seen = Rows(rotated(exact[0], held) if pre_rope else exact[0], exact[1], b.And(b.GreaterOrEqual(held, 0), tail))
+    tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(stored, geometry.sinks)))
+    seen = Rows(rotated(b, exact[0], held) if pre_rope else exact[0], exact[1], b.And(b.GreaterOrEqual(held, 0), tail))
     count = graph.encoded(b, b.Unsqueeze(b.cast(live, INT64), [0]), geometry)  # [1]
-    codes = [b.slice(x, [0], count, 2) for x in (codes_k, codes_v)]
-    row = b.Range(0, b.Squeeze(count), 1)
-    visible = b.Less(b.Unsqueeze(row, [0]), b.Unsqueeze(stored, [1]))  # [B, N]
-    if pre_rope:
-        at = b.Unsqueeze(b.Add(row, geometry.sinks), [0])  # [1, N]
-        key_rows = {"key": rotated(sides[0].rebuild(b, codes[0]), at)}
-    else:
-        key_rows = {
-            "key": sides[0].decode(b, codes[0]),
-            "decode_key": sides[0].decode_matrix,
-            "mean_key": sides[0].mean,
-        }
-    compressed = Rows(
-        **key_rows,
-        value=sides[1].decode(b, codes[1]),
-        visible=visible,
-        decode_value=sides[1].decode_matrix,
-        mean_value=sides[1].mean,
-    )
-    out = b.CastLike(graph.attention(b, spec, query, key, value, past, new, [seen, compressed]), q)
+
+    def build(t: Body, start: ir.Value, stop: ir.Value) -> tuple[ir.Value, list[ir.Value], ir.Value]:
+        row = t.Unsqueeze(t.Range(t.Squeeze(start), t.Squeeze(stop), 1), [0])  # [1, n]
+        coded_k, coded_v = (t.slice(x, start, stop, 2) for x in (codes_k, codes_v))
+        keys = sides[0].decode(t, coded_k)
+        if pre_rope:
+            keys = rotated(t, sides[0].vectors(t, keys), t.Add(row, geometry.sinks))
+        return keys, [sides[1].decode(t, coded_v)], t.Less(row, stored)
+
+    def finish(t: Body, sums: list[ir.Value]) -> ir.Value:
+        return sides[1].vectors(t, sums[0])
+
+    asked, offset = (query, None) if pre_rope else sides[0].query(b, query)
+    found = graph.summarise(b, spec, asked, count, build, finish, [spec.head_dim], offset=offset)
+    out = b.CastLike(graph.attention(b, spec, query, key, value, past, new, [seen], found), q)
 
     # (b) encode what leaves the window, (c) renew the exact rows
     source, target = b.cast(enc_src, INT64), b.cast(enc_dst, INT64)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from plugins.errors import UserError
+from runtime.bench.memory import resident_bytes
 from runtime.engine import Engine
 
 WARMUP = 3
@@ -78,8 +77,3 @@ def sessions(engine: Engine, count: int, prompt_len: int, steps: int) -> dict[st
     settled = next(row for row in rows if row["sessions"] == min(SETTLED, count))
     growth = rows[-1]["resident MiB"] - settled["resident MiB"]
     return {"title": f"grown by {growth:.2f} MiB after the first {SETTLED}", "growth_mib": growth, "rows": rows}
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
