@@ -67,6 +67,7 @@ def evaluate(
             subject.codec.check_model(specs, loaded.sha256)
         count_bytes(subject, lengths, specs, limit)
     plan = cases(_tokenizer(loaded, subjects[0]), contents, tasks, lengths, samples, seed)
+    out.mkdir(parents=True, exist_ok=True)
     done = _read(out / RESULTS)
     with _appending(out / RESULTS) as file, bars(progress) as bar:
         _run_codecs([s for s in subjects if s.codec is not None], loaded, plan, done, file, bar, threads)
@@ -102,7 +103,6 @@ def _folder(out: Path) -> Path:
         raise UserError(f"--out {out} is not a folder: name another one")
     if out.is_dir() and any(out.iterdir()) and not (out / RESULTS).is_file():
         raise UserError(f"--out {out} holds something other than an evaluation: name another folder")
-    out.mkdir(parents=True, exist_ok=True)
     return out
 
 
