@@ -388,6 +388,15 @@ def ring_positions(b: Body, stored: ir.Value, sinks: int, ring: int) -> ir.Value
     return b.Concat(b.Where(b.Less(first, b.Unsqueeze(stored, [1])), first, -1), recent, axis=1)
 
 
+def exact_rows(b: Body, past: ir.Value, geometry: Geometry) -> tuple[ir.Value, ir.Value]:
+    """Of the exact rows after `past` int64 [B] tokens, sinks and then ring: the position in each, int64 [B, rows], and
+    whether it is read there, bool [B, rows]: it is a sink, or not encoded yet."""
+    stored = b.Unsqueeze(encoded(b, past, geometry), [1])  # [B, 1]
+    held = ring_positions(b, past, geometry.sinks, geometry.ring)
+    tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(stored, geometry.sinks)))
+    return held, b.And(b.GreaterOrEqual(held, 0), tail)
+
+
 def ring_source(b: Body, past: ir.Value, new: ir.Value, sinks: int, ring: int) -> ir.Value:
     """int64 [B, sinks + ring]: where each exact row comes from, as an index into old rows ++ new tokens."""
     rows = sinks + ring

@@ -137,12 +137,10 @@ class _Writer:
     def exact(self, b: Body, joined: ir.Value, past: ir.Value) -> Rows:
         """Sinks and recent tokens."""
         geometry = self.geometry
-        stored = b.Unsqueeze(graph.encoded(b, past, geometry), [1])  # [B, 1]
-        held = graph.ring_positions(b, past, geometry.sinks, geometry.ring)
-        tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(stored, geometry.sinks)))
+        held, visible = graph.exact_rows(b, past, geometry)
         rows = b.cast(b.slice(joined, 0, geometry.dense_rows, 2), FLOAT)
         key = self.rotated(b, self.heads(b, rows, 0), held)
-        return Rows(key, self.heads(b, rows, 1), b.And(b.GreaterOrEqual(held, 0), tail))
+        return Rows(key, self.heads(b, rows, 1), visible)
 
     def compressed(self, b: Body, query: ir.Value, joined: ir.Value, past: ir.Value) -> Summary:
         """What query [B, H g, S, D] finds in the code rows of the first `live` positions, or in those selected."""

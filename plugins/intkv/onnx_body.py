@@ -224,11 +224,10 @@ def function(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, overload:
 
     # (a) what the new tokens see of the old state
     stored = b.Unsqueeze(graph.encoded(b, past, geometry), [1])  # [B, 1]
-    held = graph.ring_positions(b, past, geometry.sinks, geometry.ring)
-    tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(stored, geometry.sinks)))
+    held, visible = graph.exact_rows(b, past, geometry)
     exact = {name: b.cast(b.slice(joined[name], 0, geometry.dense_rows, 2), FLOAT) for name in "kv"}
     exact_key = rotated(b, exact["k"], held) if pre_rope else exact["k"]
-    seen = Rows(exact_key, exact["v"], b.And(b.GreaterOrEqual(held, 0), tail))
+    seen = Rows(exact_key, exact["v"], visible)
     count = graph.encoded(b, b.Unsqueeze(b.cast(x["live"], INT64), [0]), geometry)  # [1]
     states = {name: [x[f"{part}_{name}"] for part in PARTS] for name in "kv"}
 

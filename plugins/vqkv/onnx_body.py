@@ -187,10 +187,9 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
 
     # (a) what the new tokens see of the old state
     stored = b.Unsqueeze(graph.encoded(b, past, geometry), [1])  # [B, 1]
-    held = graph.ring_positions(b, past, geometry.sinks, geometry.ring)
+    held, visible = graph.exact_rows(b, past, geometry)
     exact = [b.cast(b.slice(x, 0, rows, 2), FLOAT) for x in joined]
-    tail = b.Or(b.Less(held, geometry.sinks), b.GreaterOrEqual(held, b.Add(stored, geometry.sinks)))
-    seen = Rows(rotated(b, exact[0], held) if pre_rope else exact[0], exact[1], b.And(b.GreaterOrEqual(held, 0), tail))
+    seen = Rows(rotated(b, exact[0], held) if pre_rope else exact[0], exact[1], visible)
     count = graph.encoded(b, b.Unsqueeze(b.cast(live, INT64), [0]), geometry)  # [1]
 
     def build(t: Body, start: ir.Value, stop: ir.Value) -> tuple[ir.Value, list[ir.Value], ir.Value]:
