@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plugins.cache import cache_folder
 from plugins.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,17 +26,6 @@ FORMAT = 1  # raise it when the converted folders change
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 # The share of query_pre_attn_scalar that no GGUF key tells: as in llama.cpp, known by the number of layers.
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-
-
-def cache_folder() -> Path:
-    """KVPACK_CACHE, or kvpack in XDG_CACHE_HOME or ~/.cache; made when missing."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("KVPACK_CACHE") or Path(base) / "kvpack").expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the cache {folder} cannot be made ({error.strerror}); set KVPACK_CACHE") from error
-    return folder
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plugins.errors import UserError
 from plugins.vqkv.config import VQKVConfig
-from plugins.vqkv.reference import LayerCodec, Quantiser, nearest
+from plugins.vqkv.reference import LayerCodec, Quantiser, byte_values, nearest
 
 from .record import LayerRecord, held_out, metric_root, record, windows_to_fit
 from .texts import Text
@@ -151,6 +151,8 @@ def fit_side(
 
     train, test = parts(centred), parts((held - mean[:, None]).reshape(tables, -1, dim))
     books = fit_stages(train, weight, stages, entries, config.projection, effort, generator)
+    if config.layout == "tiles" and side == "v":
+        books = [byte_values(book) for book in books]
     errors = stage_errors(train, test, books, stages)
     quantiser = Quantiser(torch.cat(books, dim=1), encode, decode, mean, stages)
     energy = (held - mean[:, None]).square().sum()

@@ -42,9 +42,14 @@ class BuildOptions:
     codec: Path | None = None
     backend: str = "onnxruntime"
     dtype: str = "fp32"
-    kv_dtype: str = "fp16"
+    kv_dtype: str | None = None  # bf16 with --dtype bf16, else fp16
+    provider: str = "cpu"
     max_length: int | None = None
     progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", "bf16" if self.dtype == "bf16" else "fp16")
 
 
 class BuildFailed(UserError):
@@ -141,7 +146,7 @@ def _max_length(options: BuildOptions, loaded: LoadedModel) -> int:
 
 
 def _check_disk(loaded: LoadedModel, options: BuildOptions, folder: Path) -> None:
-    size = {"fp32": 4, "fp16": 2}[options.dtype]
+    size = {"fp32": 4, "fp16": 2, "bf16": 2}[options.dtype]
     needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * 1.1) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -259,6 +264,7 @@ def _config(
         "geometry": codec.config.geometry().to_json() if codec else None,
         "inputs": [spec.to_json() for spec in assembly.inputs],
         "outputs": [spec.to_json() for spec in assembly.outputs],
+        "nodes": assembly.nodes,
         "fixed_bytes": sum(array.nbytes for tables in assembly.tables for array in tables.values()),
         "target": {
             "backend": options.backend,
@@ -275,23 +281,36 @@ def _prove(
     quality: dict[str, Any] | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run every check on the finished folder and write report.json. Raises BuildFailed when one does not hold."""
+    """Run every check on the finished folder and write report.json. Raises BuildFailed when one does not hold.
+
+    An engine that this provider cannot run is checked as far as that goes without, and its report says so.
+    """
     from calib.texts import default_text
     from runtime import Engine
+    from runtime.artefact import Artefact
 
     from . import verify
     from .inspect import memory_table
 
-    say("Checking the engine against the model")
-    with Engine.open(folder) as engine:
-        sequences, prompts = verify.verification_tokens(engine, default_text().content)
-        checks = verify.against_model(engine, options.model or "smollm2", sequences, prompts)
-        verify.make_canary(engine, sequences, prompts, folder)
-        memory = memory_table(engine.artefact)
+    model, checks, unverified = options.model or "smollm2", [], None
+    artefact = Artefact.open(folder)
+    if options.provider == "cpu" and "bf16" in (options.dtype, options.kv_dtype):
+        unverified = (
+            f"bf16 runs on a GPU only: check it there with `python -m export verify {options.out} --model {model} "
+            "--provider cuda`"
+        )
+    else:
+        say("Checking the engine against the model")
+        with Engine.open(folder, provider=options.provider) as engine:
+            sequences, prompts = verify.verification_tokens(engine, default_text().content)
+            checks = verify.against_model(engine, model, sequences, prompts)
+            verify.make_canary(engine, sequences, prompts, folder)
     report = {
+        "verified": unverified is None,
+        "unverified": unverified,
         "checks": [check.to_json() for check in checks],
         "method": config["method"],
-        "memory": memory,
+        "memory": memory_table(artefact),
         "fixed_bytes": config["fixed_bytes"],
         "limits": config["limits"],
         "quality": quality,

@@ -35,8 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(build, ("none", *METHODS))
     build.add_argument("--codec", type=Path, help="a codec folder of `python -m calib fit`; without it one is fitted")
     build.add_argument("--backend", default="onnxruntime", help="onnxruntime (default)")
-    build.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help="weights and activations")
-    build.add_argument("--kv-dtype", choices=("fp16", "fp32"), default="fp16", help="exact rows of the cache")
+    build.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32",
+                       help="weights and activations; bf16 runs on a GPU only (default: fp32)")  # fmt: skip
+    build.add_argument("--kv-dtype", choices=("fp16", "bf16", "fp32"),
+                       help="exact rows of the cache (default: bf16 with --dtype bf16, else fp16)")  # fmt: skip
+    build.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to check it (default: cpu)")
     build.add_argument("--max-length", type=int, help="longest sequence (default: the model's own limit)")
     build.add_argument("--out", type=Path, required=True, help="the engine folder to write")
     build.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -50,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="repeat the build's checks on an engine")
     verify.add_argument("engine", type=Path)
     verify.add_argument("--model", help="also compare with this model, the one the engine was built from")
+    verify.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to run it (default: cpu)")
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(run=_verify)
 
@@ -123,6 +127,7 @@ def _build(options: argparse.Namespace) -> int:
                 backend=options.backend,
                 dtype=options.dtype,
                 kv_dtype=options.kv_dtype,
+                provider=options.provider,
                 max_length=options.max_length,
             ),
             say,
@@ -153,7 +158,7 @@ def _verify(options: argparse.Namespace) -> int:
     from .verify import verify
 
     with Steps() as say:
-        checks = verify(options.engine, options.model, say=say)
+        checks = verify(options.engine, options.model, options.provider, say)
     if options.json:
         print(json.dumps([check.to_json() for check in checks], indent=1))
     else:

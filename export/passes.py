@@ -44,6 +44,19 @@ class Assembly:
     def graph(self) -> ir.Graph:
         return self.model.graph
 
+    @property
+    def nodes(self) -> list[dict[str, object]]:
+        """Op and attributes of every layer's node, as config.json tells them."""
+        return [
+            {
+                "op": plan.op,
+                "attributes": {
+                    name: list(value) if isinstance(value, tuple) else value for name, value in plan.attributes.items()
+                },
+            }
+            for plan in self.plans
+        ]
+
 
 def _require(condition: bool, name: str, sentence: str) -> None:
     if not condition:

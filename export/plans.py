@@ -17,16 +17,17 @@ from plugins.methods import onnx_body
 if TYPE_CHECKING:
     from calib.codec import Codec
 
-DTYPES = {"fp32": "float32", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+STATES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
 def layer_plans(
     codec: Codec | None, specs: Sequence[LayerSpec], kv_dtype: str, limit: int
 ) -> tuple[list[NodePlan], list[Mapping[str, np.ndarray]]]:
-    """The node of every layer and the arrays it reads. kv_dtype: "fp16" or "fp32"; limit: the longest sequence."""
+    """The node of every layer and the arrays it reads. kv_dtype: a key of STATES; limit: the longest sequence."""
     from calib.codec import observing_layers
 
-    state = ir.DataType.from_numpy(np.dtype(DTYPES[kv_dtype]))
+    state = STATES[kv_dtype]
     body = onnx_body(codec.info.method) if codec else None
     observers = set(observing_layers(codec.config, specs).values()) if codec else set()
     plans, tables = [], []

@@ -71,7 +71,10 @@ def _mib(count: float) -> str:
 
 def show_report(report: Mapping[str, Any], out: Path) -> None:
     """The table a build ends with."""
-    show_checks(report["checks"])
+    if report.get("verified", True):
+        show_checks(report["checks"])
+    else:
+        _out.print(f"Not verified: {report['unverified']}", style="yellow", highlight=False, soft_wrap=True)
     method, quality = report["method"], report["quality"]
     _out.print(_memory(report["memory"], report["fixed_bytes"]))
     if quality:

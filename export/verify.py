@@ -15,15 +15,18 @@ from safetensors.numpy import load_file, save_file
 from plugins.contract import row_count
 from plugins.errors import UserError
 from runtime import Engine, canary
-from runtime.canary import LOGITS_DECODE, Check, closeness, is_half
+from runtime.canary import LOGITS_DECODE, Check, closeness, coarsest
 from runtime.session import Session
+
+from .plans import DTYPES
 
 PICKS = 32  # prompt positions whose logits are compared
 STEPS = 64  # decode steps of the build's own check
 LOGITS_PREFILL = 2e-4  # max abs, float32, against the eager model, times the scale of the logits (below)
 LOGIT_SCALE = 10.0  # logits larger than this loosen the prefill bound in proportion: float32 has no more digits
 TIE = 1e-4  # relative gap of squared distances under which two codes are a tie
-FP16_CODES = 1e-3  # share of codes that may differ where fp16 rounding decides a last bit
+# Share of codes that may differ where 16-bit rounding decides a last bit.
+CODES = {"fp16": 1e-3, "bf16": 5e-2}
 
 
 def verification_tokens(engine: Engine, text: str) -> tuple[list[list[int]], list[int]]:
@@ -78,7 +81,7 @@ def against_model(
         "prompts": [int(n) for n in prompts],
         "picks": [p.tolist() for p in picks],
         "max_length": artefact.max_length,
-        "state_dtype": {"fp16": "float16", "fp32": "float32"}[artefact.config["kv_dtype"]],
+        "state_dtype": DTYPES[artefact.config["kv_dtype"]],
     }
     expected = ask_oracle(request, rows)
     exact = [expected[f"{i}.prefill"] for i in range(len(sequences))]
@@ -88,15 +91,15 @@ def against_model(
         "prefill against the eager model",
         got,
         exact,
-        artefact.config["dtype"] == "fp16",
+        artefact.config["dtype"],
         LOGITS_PREFILL * _scale(exact),
     )
-    half = is_half(artefact.config)
-    checks += closeness("decode against the reference", list(decode), cached, half, LOGITS_DECODE)
-    checks += closeness("batch of 2 against each alone", list(decode), alone, half, LOGITS_DECODE)
+    rounding = coarsest(artefact.config)
+    checks += closeness("decode against the reference", list(decode), cached, rounding, LOGITS_DECODE)
+    checks += closeness("batch of 2 against each alone", list(decode), alone, rounding, LOGITS_DECODE)
     for what in ("codes", "selections"):
         counts = expected.get(what, np.zeros((1, 3))).sum(0)
-        checks += _agreement(what, counts, half) if counts[0] else []
+        checks += _agreement(what, counts, rounding) if counts[0] else []
     return checks
 
 
@@ -105,13 +108,18 @@ def _scale(logits: Sequence[np.ndarray]) -> float:
 
 
 def stored_rows(session: Session) -> dict[str, np.ndarray]:
-    """The encoded rows a session holds, as its state has them: "<sequence>.<layer>.<state>" -> used rows."""
+    """The encoded rows a session holds, as its state has them: "<sequence>.<layer>.<state>" -> used rows.
+
+    Those in bfloat16 come as float32.
+    """
     artefact = session.engine.artefact
     found = {}
     for spec in artefact.states:
-        if spec.row_symbol in ("code_rows", "ref_rows"):
+        if spec.row_symbol not in (None, "rows"):
             layer, name = spec.name.removeprefix("layer").split(".")
             array = session.state(spec.name)
+            if spec.dtype == "bfloat16":  # numpy has its bits only
+                array = (array.astype(np.uint32) << 16).view(np.float32)
             for number, length in enumerate(session.lengths):
                 rows = row_count(spec.row_symbol, int(length), artefact.geometry)
                 used = (number, *(slice(None),) * (spec.row_axis - 1), slice(0, rows))
@@ -156,15 +164,15 @@ def ask_oracle(request: dict[str, object], rows: dict[str, np.ndarray]) -> dict[
         return load_file(paths[2])
 
 
-def _agreement(what: str, counts: np.ndarray, half: bool) -> list[Check]:
+def _agreement(what: str, counts: np.ndarray, rounding: str) -> list[Check]:
     """counts: codes or selections in all, different, flipped ties. They must equal the reference's but for ties.
 
-    Where fp16 is involved what they are made from may differ by a rounding: then few may differ at all.
+    With a rounding to 16 bits what they are made from may differ by a rounding: then few may differ at all.
     """
     total, wrong, flips = (int(count) for count in counts)
     detail = f"{flips} flipped ties and {wrong} other differences in {total:,} {what}"
-    if half:
-        return [Check.at_most(f"share of {what} that differ and are no ties", wrong / total, FP16_CODES, detail)]
+    if rounding != "fp32":
+        return [Check.at_most(f"share of {what} that differ and are no ties", wrong / total, CODES[rounding], detail)]
     return [Check.at_most(f"{what} that differ and are no ties", wrong, 0, detail)]
 
 
@@ -177,12 +185,17 @@ def make_canary(engine: Engine, sequences: Sequence[Sequence[int]], prompts: Seq
 def verify(
     path: str | Path, model: str | None, provider: str = "cpu", say: Callable[[str], None] = lambda _: None
 ) -> list[Check]:
-    """Check a built engine: hashes, contract, aliases and stored logits; with `model`, the model and references too."""
+    """Check a built engine: hashes, contract, aliases and stored logits; with `model`, the model and references too.
+
+    An engine that could not run where it was built stores no logits: it needs `model`.
+    """
     from calib.texts import default_text
 
     with Engine.open(path, provider=provider) as engine:  # hashes, contract and aliases
-        say("stored logits")
-        checks = canary.compare(engine)
+        checks = []
+        if model is None or canary.CANARY in engine.artefact.config["files"]:
+            say("stored logits")
+            checks = canary.compare(engine)
         if model is not None:
             say("model and reference caches")
             checks += against_model(engine, model, *verification_tokens(engine, default_text().content))

@@ -24,8 +24,14 @@ HOST_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 # Outputs that a host may leave unread, one per layer that has it, with their dtype and shape.
 OPTIONAL_OUTPUTS: dict[str, tuple[str, tuple[str, ...]]] = {"selected": ("int32", ("batch", "selected"))}
-STATE_DTYPES = ("float16", "float32", "int8", "int16", "int32")
-ROW_SYMBOLS = ("rows", "code_rows", "ref_rows")
+STATE_DTYPES = ("float16", "bfloat16", "float32", "int8", "int16", "int32")
+CARRIERS = {"bfloat16": "uint16"}  # what holds the bits of a dtype that numpy does not know
+# ONNX's number of each dtype (TensorProto.DataType).
+ONNX_TYPES = {
+    "float32": 1, "int8": 3, "int16": 5, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16,
+}  # fmt: skip
+ROW_SYMBOLS = ("rows", "code_rows", "code_tiles", "ref_rows")
+TILE_ROWS = 16  # code rows of a tile
 GROWTH = 1.25  # a full cache grows by this factor ...
 CAPACITY_STEP = 256  # ... rounded up to this many tokens
 LIVE_STEP = 32  # `live` is the longest past rounded up to this many tokens
@@ -35,7 +41,8 @@ LIVE_STEP = 32  # `live` is the longest past rounded up to this many tokens
 class TensorSpec:
     """One graph input or output.
 
-    dtype: numpy name. shape: integers or symbols ("batch", "sequence", "picks", "encode", "selected" and ROW_SYMBOLS).
+    dtype: numpy name, or "bfloat16". shape: integers or symbols ("batch", "sequence", "picks", "encode", "selected" and
+    ROW_SYMBOLS).
     alias: for a state input, the output that is written to the same memory; None otherwise.
     """
 
@@ -55,12 +62,17 @@ class TensorSpec:
         symbol = self.row_symbol
         return None if symbol is None else self.shape.index(symbol)
 
+    @property
+    def carrier(self) -> np.dtype:
+        """The numpy dtype in which hosts hold the tensor."""
+        return np.dtype(CARRIERS.get(self.dtype, self.dtype))
+
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape with every symbol replaced by its size."""
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:
-        return int(np.prod(self.dims(sizes), dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return int(np.prod(self.dims(sizes), dtype=np.int64)) * self.carrier.itemsize
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -92,14 +104,16 @@ def row_count(symbol: str, stored: int, geometry: Geometry | None) -> int:
         return stored
     if geometry is None:
         raise ValueError(f"{symbol} needs a geometry")
-    return int(geometry.encoded(stored) if symbol == "code_rows" else geometry.references(stored))
+    if symbol == "ref_rows":
+        return int(geometry.references(stored))
+    return int(geometry.encoded(stored)) // (TILE_ROWS if symbol == "code_tiles" else 1)
 
 
 def state_sizes(capacity: int, geometry: Geometry | None, batch: int = 1) -> dict[str, int]:
     """Sizes of the symbols that a state shape may contain; the last row of each row symbol is the trash row."""
     sizes = {"batch": batch, "rows": capacity + 1}
     if geometry is not None:
-        sizes |= {symbol: row_count(symbol, capacity, geometry) + 1 for symbol in ("code_rows", "ref_rows")}
+        sizes |= {symbol: row_count(symbol, capacity, geometry) + 1 for symbol in ROW_SYMBOLS if symbol != "rows"}
     return sizes
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import tape
 
+from .contract import TILE_ROWS
 from .geometry import Geometry
 from .layer import LayerSpec
 
@@ -237,6 +238,7 @@ def summarise(
     if offset is not None:
         offset = b.Reshape(b.Mul(offset, heads.scale), b.shape(0, h, b.Mul(length, [g]), 1))
     size = b.Max(b.Min(b.Div([QUERY_TILE * ROW_TILE], length), [tile_rows or ROW_TILE]), [32])
+    size = b.Mul(b.Div(size, [TILE_ROWS]), [TILE_ROWS])  # whole tiles, where codes are stored in tiles
     sides = b.shape(b.size(q, 0), h, b.Mul(length, [g]))
 
     def everything(t: Body) -> ir.Value:

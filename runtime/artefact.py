@@ -15,6 +15,7 @@ from typing import Any
 from plugins.contract import (
     HOST_INPUTS,
     OPTIONAL_OUTPUTS,
+    ROW_SYMBOLS,
     STATE_DTYPES,
     TensorSpec,
     break_even,
@@ -31,6 +32,7 @@ REQUIRED = {
     "format", "kvpack", "model", "method", "dtype", "kv_dtype", "limits", "geometry", "inputs", "outputs",
     "fixed_bytes", "target", "files", "digest",
 }  # fmt: skip
+OPTIONAL = {"nodes"}
 MODEL_KEYS = {"vocab_size", "num_layers", "num_kv_heads", "head_dim"}
 # A stray file of one of these kinds could be picked up by a loader, so it must be listed.
 LOADABLE = {".onnx", ".data", ".plan", ".safetensors", ".so", ".dll", ".jinja", ".json", ".model", ".bin"}
@@ -145,7 +147,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} has format {config.get('format')!r} and this kvpack reads format {FORMAT}: {REBUILD}.")
     if config.get("digest") != digest_of(config):
         raise UserError(f"{path} was changed after the build (its digest does not match): {REBUILD}.")
-    if wrong := REQUIRED ^ set(config):
+    if wrong := REQUIRED ^ (set(config) - OPTIONAL):
         key = min(wrong)
         raise UserError(f"{path} {'has the unknown' if key in config else 'lacks the'} key {key!r}: {REBUILD}.")
     return config
@@ -206,6 +208,9 @@ def _check_contract(folder: Path, config: dict[str, Any]) -> Artefact:
     for spec in inputs:
         if spec.role != "state" and (spec.dtype, spec.shape) != HOST_INPUTS[spec.role]:
             raise refuse(f"{spec.name!r} must be {HOST_INPUTS[spec.role][0]} {list(HOST_INPUTS[spec.role][1])}")
+    nodes = config.get("nodes", [])
+    if not isinstance(nodes, list) or not all(_is_node(node) for node in nodes):
+        raise refuse("an attention of the list of nodes has no op and attributes")
     logits = [spec for spec in outputs if spec.role == "logits"]
     if len(logits) != 1 or (logits[0].dtype, logits[0].shape[:2]) != ("float32", ("batch", "picks")):
         raise refuse("there must be one output 'logits', float32 [batch, picks, vocab]")
@@ -224,7 +229,7 @@ def _check_contract(folder: Path, config: dict[str, Any]) -> Artefact:
             raise refuse(f"the output {spec.name!r} is not named after its layer and role")
     if len({"select_len", "select_width"} & set(roles)) == 1 or ("select_len" in roles) > (geometry is not None):
         raise refuse("select_len, select_width and a geometry must come together")
-    symbols = {"batch", "rows"} | ({"code_rows", "ref_rows"} if geometry is not None else set())
+    symbols = {"batch", "rows"} | (set(ROW_SYMBOLS) if geometry is not None else set())
     for spec in inputs:
         if spec.role != "state":
             continue
@@ -242,3 +247,13 @@ def _check_contract(folder: Path, config: dict[str, Any]) -> Artefact:
     if written:
         raise refuse(f"the state output {min(written)!r} is the alias of no input")
     return Artefact(folder, config, inputs, outputs, geometry, max_length, config["model"]["vocab_size"])
+
+
+def _is_node(entry: Any) -> bool:
+    """Whether an entry of "nodes" is one attention's op and attributes, in the order of the layers."""
+    return (
+        isinstance(entry, dict)
+        and set(entry) == {"op", "attributes"}
+        and isinstance(entry["op"], str)
+        and isinstance(entry["attributes"], dict)
+    )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 CANARY = "canary.safetensors"
 CANARY_STEPS = 8
 LOGITS_DECODE = 2e-3  # max abs, float32
-# Where fp16 weights or cache rows are rounded, a last bit of float32 decides which way; hence shares, not differences.
+# Where weights or cache rows of 16 bits are rounded, a last bit of float32 decides which way; hence shares.
 FP16_KL, FP16_TOP1 = 1e-4, 0.99
+BF16_KL, BF16_TOP1 = 1e-3, 0.98  # rounded to eight bits instead of eleven
 
 
 class SelfCheckFailed(UserError):
@@ -63,8 +64,8 @@ def replay(engine: Engine, tokens: np.ndarray) -> np.ndarray:
 def compare(engine: Engine) -> list[Check]:
     """The stored logits beside those computed here. Raises UserError when there is no canary to replay."""
     tokens, logits = _stored(engine)
-    half = is_half(engine.artefact.config)
-    return closeness("logits stored at build", list(replay(engine, tokens)), list(logits), half, LOGITS_DECODE)
+    rounding = coarsest(engine.artefact.config)
+    return closeness("logits stored at build", list(replay(engine, tokens)), list(logits), rounding, LOGITS_DECODE)
 
 
 def self_check(engine: Engine) -> list[Check]:
@@ -79,25 +80,26 @@ def self_check(engine: Engine) -> list[Check]:
     return checks
 
 
-def is_half(config: Mapping[str, object]) -> bool:
-    """Whether decoding rounds to fp16 somewhere: then two sums that differ in the last bit may round apart."""
-    return "fp16" in (config["dtype"], config["kv_dtype"])
+def coarsest(config: Mapping[str, object]) -> str:
+    """The coarsest dtype that decoding rounds to: in one of 16 bits, sums that differ in the last bit round apart."""
+    return next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in (config["dtype"], config["kv_dtype"]))
 
 
 def closeness(
-    name: str, got: Sequence[np.ndarray], expected: Sequence[np.ndarray], half: bool, limit: float
+    name: str, got: Sequence[np.ndarray], expected: Sequence[np.ndarray], rounding: str, limit: float
 ) -> list[Check]:
-    """Largest difference of the logits; where fp16 is involved KL divergence and top-1 agreement instead."""
-    if not half:
+    """Largest difference of the logits; with a rounding to 16 bits KL divergence and top-1 agreement instead."""
+    if rounding == "fp32":
         worst = np.max([np.abs(g - e).max() for g, e in zip(got, expected, strict=True)])
         return [Check.at_most(f"{name}: max |difference of logits|", worst, limit)]
     g, e = (np.concatenate([x.reshape(-1, x.shape[-1]) for x in side]) for side in (got, expected))
+    most, top1 = (BF16_KL, BF16_TOP1) if rounding == "bf16" else (FP16_KL, FP16_TOP1)
     true, approx = log_softmax(e), log_softmax(g)
     kl = float((np.exp(true) * (true - approx)).sum(-1).mean())
     differ = float((g.argmax(-1) != e.argmax(-1)).mean())
     return [
-        Check.at_most(f"{name}: KL divergence", kl, FP16_KL),
-        Check.at_most(f"{name}: share of differing top-1", differ, 1 - FP16_TOP1),
+        Check.at_most(f"{name}: KL divergence", kl, most),
+        Check.at_most(f"{name}: share of differing top-1", differ, 1 - top1),
     ]
 
 

@@ -39,10 +39,26 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers: write for example 4096,65536") from None
 
 
+def sequences(text: str) -> list[tuple[int, int]]:
+    try:
+        return [(int(batch), int(past)) for batch, past in (part.split("x") for part in text.split(","))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of sequences x tokens: write for example 8x65536"
+        ) from None
+
+
 def build_parser() -> argparse.ArgumentParser:
     engine = argparse.ArgumentParser(add_help=False)
     engine.add_argument("--engine", required=True, help="engine folder written by python -m export build")
     engine.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
+    engine.add_argument(
+        "--library",
+        metavar="FILE",
+        help="native GPU kernels with --provider cuda, or none (default: KVPACK_LIBRARY, else what python -m plugins "
+        "build made)",
+    )
+    engine.add_argument("--no-cuda-graphs", action="store_true", help="launch every kernel of every step anew")
     engine.add_argument("--threads", type=int, help="threads of one step (default: ONNX Runtime's choice)")
     engine.add_argument("--no-verify", action="store_true", help="skip the SHA-256 of the engine's files")
     engine.add_argument("--self-check", action="store_true", help="first replay the prompts stored at build")
@@ -109,6 +125,15 @@ def _add_comparisons(bench: Any, engine: argparse.ArgumentParser) -> None:
         "--prefill", type=integers, default=[], metavar="N,N", help="prompts timed alone (default: --input-len)"
     )
     latency.add_argument("--repeats", type=int, default=3, help="visits of each engine (default: 3)")
+    latency.add_argument(
+        "--decode", type=sequences, default=[], metavar="BxN,BxN",
+        help="decode B sequences of N stored tokens, too: 8x65536",
+    )  # fmt: skip
+    latency.add_argument(
+        "--transformers", type=Path, metavar="DIR",
+        help="a Hugging Face folder whose decode steps with transformers' static cache are measured beside; without "
+        "weights in it they are random",
+    )  # fmt: skip
     latency.set_defaults(run=run_comparison, bench="latency")
 
     oom = bench.add_parser(
@@ -161,10 +186,17 @@ def open_engine(args: argparse.Namespace) -> Engine:
             threads=args.threads,
             verify=not args.no_verify,
             memory_limit=args.memory_limit,
+            library=_library(args),
+            cuda_graphs=not args.no_cuda_graphs,
         )
         if args.self_check:
             engine.self_check()
         return engine
+
+
+def _library(args: argparse.Namespace) -> str | bool | None:
+    """--library as `Engine.open` takes it."""
+    return False if args.library == "none" else args.library
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -206,7 +238,8 @@ def run_generate(args: argparse.Namespace) -> None:
         f"{summary['tokens']} tokens in {summary['seconds']:.2f} s ({summary['tokens_per_second']:.1f} tokens/s{ttft})"
     )
     cache = f"cache {_size(summary['cache_bytes'])}, an fp16 cache {_size(summary['fp16_cache_bytes'])}"
-    print(f"{speed}; {cache}", file=sys.stderr)
+    computed = "" if args.provider == "cpu" else f"; {summary['kernels']}"
+    print(f"{speed}; {cache}{computed}", file=sys.stderr)
 
 
 def run_bench(args: argparse.Namespace) -> None:
@@ -235,7 +268,7 @@ def run_comparison(args: argparse.Namespace) -> None:
     from runtime.bench.show import show
 
     own = {
-        "latency": ("input_len", "output_len", "batch", "past", "prefill", "repeats"),
+        "latency": ("input_len", "output_len", "batch", "past", "decode", "prefill", "repeats", "transformers"),
         "oom_length": ("memory", "prefill"),
     }
     if args.out is not None and not args.out.parent.is_dir():
@@ -245,6 +278,8 @@ def run_comparison(args: argparse.Namespace) -> None:
         **{name: getattr(args, name) for name in own[args.bench]},
         provider=args.provider,
         threads=args.threads,
+        library=_library(args),
+        cuda_graphs=not args.no_cuda_graphs,
         verify=not args.no_verify,
         self_check=args.self_check,
         seed=args.seed,
@@ -304,6 +339,7 @@ def _summary(engine: Engine, results: list[Completion], seconds: float, first: f
         "seconds": seconds,
         "first_token_seconds": first,
         "tokens_per_second": tokens / seconds,
+        "kernels": engine.kernels,
         "cache_bytes": sum(one.cache_bytes for one in results),
         "fp16_cache_bytes": sum(fp16_bytes(engine.artefact, length) for length in stored),
     }

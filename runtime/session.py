@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from plugins.contract import LIVE_STEP, capacity_for
 from plugins.errors import UserError
+from runtime.replay import GPU, NOT_CAPTURED, OPTION, Recorded, Replays
 from runtime.state import Snapshot, State
 
 if TYPE_CHECKING:
@@ -57,10 +58,12 @@ class Session:
         self.closed = False
         self.broken = False
         self.turn = 0  # counts generate() calls, so that an abandoned generator cannot touch a later turn
-        self._state = State(artefact.states, artefact.geometry, batch, engine.provider)
+        self._state = State(artefact.states, artefact.geometry, batch, engine.memory)
         self._names = {spec.role: spec.name for spec in artefact.inputs if spec.role != "state"}
         self._logits = next(spec.name for spec in artefact.outputs if spec.role == "logits")
         self._binding: Any = None
+        self._loads = 0  # engine.loads when the state was bound
+        self._replays: Replays | None = None
         self._options: Any = None  # RunOptions of the step in progress
         self._busy = threading.Lock()
         engine.reserve(self, 0)
@@ -130,7 +133,7 @@ class Session:
         return other
 
     def snapshot(self) -> Snapshot:
-        with self._exclusive():
+        with self._exclusive(), self._alone():
             stored = int(self.lengths.max())
             arrays = self._state.trimmed(stored) if self.capacity else {}
             digest = self.engine.artefact.config["digest"]
@@ -150,9 +153,8 @@ class Session:
             stored = int(snapshot.lengths.max())
             if snapshot.arrays:
                 capacity = max(self.capacity, capacity_for(stored, self.engine.artefact.max_length))
-                self.engine.reserve(self, capacity)
-                self._state.load(snapshot.arrays, capacity, stored)
-                self._bind_state()
+                with self._moving(capacity):
+                    self._state.load(snapshot.arrays, capacity, stored)
             self.lengths = snapshot.lengths.copy()
             self.pending, self.chat = list(snapshot.pending), [dict(message) for message in snapshot.chat]
             self.turn += 1
@@ -174,21 +176,21 @@ class Session:
 
     def close(self) -> None:
         """Free the cache. Waits for a running step; closing twice is allowed."""
-        with self._busy:
+        with self._busy, self._alone():
             self.closed = True
-            self._binding = None
+            self._binding = self._replays = None
             self._state.release()
             self.nbytes = 0
 
     def state(self, name: str) -> np.ndarray:
-        """A state tensor by its input name, padding rows included (read only)."""
+        """A state tensor by its input name, padding rows included (read only); bfloat16 as its bits, uint16."""
         view = self._state.array(name).view()
         view.flags.writeable = False
         return view
 
     def fill(self, length: int, seed: int = 0) -> None:
         """For benches: pretend that `length` tokens are stored, with random content in every allocated row."""
-        with self._exclusive():
+        with self._exclusive(), self._alone():
             if length > self.capacity:
                 raise UserError(f"length {length} exceeds the allocated capacity {self.capacity}.")
             self._state.fill(seed)
@@ -242,24 +244,53 @@ class Session:
         return tokens, new
 
     def _allocate(self, capacity: int) -> None:
+        with self._moving(capacity):
+            self._state.allocate(capacity, int(self.lengths.max()))
+
+    @contextmanager
+    def _moving(self, capacity: int) -> Iterator[None]:
+        """While the state moves to buffers of `capacity` tokens."""
         before = self.capacity
         self.engine.reserve(self, capacity)
-        try:
-            self._state.allocate(capacity, int(self.lengths.max()))
-        except UserError:
-            self.engine.reserve(self, before)
-            raise
-        self._bind_state()
+        with self._alone():
+            self._replays = None
+            try:
+                yield
+            except BaseException:
+                self.broken |= self.capacity != before  # a device had less memory than it said
+                self.engine.reserve(self, self.capacity)
+                raise
+            self._bind_state()
+
+    def _alone(self) -> Any:
+        """Nothing else in the process may touch a GPU while a graph is captured."""
+        return GPU if self.engine.memory is not None else nullcontext()
 
     def _bind_state(self) -> None:
-        self._binding = self.engine.inference.io_binding()
-        for spec, value in self._state.values():
-            self._binding.bind_ortvalue_input(spec.name, value)
-            self._binding.bind_ortvalue_output(spec.alias, value)
+        self._binding, self._replays, self._loads = self._bound_state(), None, self.engine.loads
+
+    def _bound_state(self) -> Any:
+        """A new IOBinding of the state."""
+        binding = self.engine.inference.io_binding()
+        self._state.bind(binding)
+        return binding
 
     def _run(self, tokens: np.ndarray, new: np.ndarray, picks: np.ndarray) -> np.ndarray:
-        from onnxruntime import OrtValue, RunOptions
+        past = self.lengths
+        feeds = self._feeds(tokens, new, picks)
+        with self._alone():
+            if self._loads != self.engine.loads:
+                self._bind_state()
+            chosen: dict[int, np.ndarray] = {}
+            recorded = self._recorded(feeds)
+            logits = None if recorded is None else self._replayed(recorded, feeds)
+            if logits is None:
+                logits, chosen = self._plain_run(feeds)
+        self.lengths, self.selected = past + new, chosen
+        return logits
 
+    def _feeds(self, tokens: np.ndarray, new: np.ndarray, picks: np.ndarray) -> dict[str, np.ndarray]:
+        """What the host gives a step, by role."""
         artefact, past = self.engine.artefact, self.lengths
         live = min(-(-int(past.max()) // LIVE_STEP) * LIVE_STEP, self.capacity)
         feeds = {
@@ -274,33 +305,84 @@ class Session:
         if "select_len" in self._names:
             single = tokens.shape[1] == 1
             feeds["select_len"], feeds["select_width"] = artefact.geometry.selection(past, live, single)
+        return feeds
+
+    def _recorded(self, feeds: Mapping[str, np.ndarray]) -> Recorded | None:
+        """The captured step, or the one to capture now, that does what these feeds ask; None: there is none."""
+        engine = self.engine
+        single = feeds["tokens"].shape[1] == 1 and feeds["logit_index"].shape[1] == 1
+        if engine.graphs is None or not single or self.watch_selected:
+            return None
+        try:
+            if self._replays is None:
+                self._replays = Replays(engine.artefact, self.batch, self.capacity, engine.memory, engine.graphs)
+        except MemoryError:  # it goes without
+            return None
+        return self._replays.step(self._replays.kind(feeds), self._bound_state)
+
+    def _replayed(self, step: Recorded, feeds: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Logits of a captured step, float32 [B, 1, V]; None when it cannot be captured, which ends all capturing."""
+        from onnxruntime import RunOptions
+
+        options = RunOptions()
+        options.add_run_config_entry(OPTION, str(step.number))
+        self._replays.feed(feeds)
+        if step.captured:
+            self._attempt(step.binding, options, feeds)
+            return self._replays.answer()
+        try:
+            self.engine.inference.run_with_iobinding(step.binding, options)  # an interrupt would spoil the capture
+        except Exception as error:  # onnxruntime's exceptions share no base class but this one
+            self.engine.give_up_graphs(_reason(error))
+            self._bind_state()
+            return None
+        step.captured = True
+        return self._replays.answer()
+
+    def _plain_run(self, feeds: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Logits, float32 [B, P, V], and the rows that observing layers chose when they are watched."""
+        from onnxruntime import OrtValue, RunOptions
+
+        artefact = self.engine.artefact
         chosen = {}
         if self.watch_selected:
             shape = (self.batch, int(feeds.get("select_width", 0)))
             chosen = {layer: np.empty(shape, np.int32) for layer in artefact.selected}
-        logits = np.empty((*picks.shape, artefact.vocab_size), np.float32)  # [B, P, V]
+        logits = np.empty((*feeds["logit_index"].shape, artefact.vocab_size), np.float32)  # [B, P, V]
         for role, name in self._names.items():
             self._binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(feeds[role]))
         self._binding.bind_ortvalue_output(self._logits, OrtValue.ortvalue_from_numpy(logits))
         for layer, rows in chosen.items():
             self._binding.bind_ortvalue_output(artefact.selected[layer], OrtValue.ortvalue_from_numpy(rows))
-        self._options = options = RunOptions()
+        options = RunOptions()
+        if self.engine.graphs is not None:
+            options.add_run_config_entry(OPTION, str(NOT_CAPTURED))
         try:
-            self.engine.inference.run_with_iobinding(self._binding, options)
+            self._attempt(self._binding, options, feeds)
+        finally:
+            if chosen:
+                self._binding = self._bound_state()  # without the outputs of this step's shape
+        return logits, chosen
+
+    def _attempt(self, binding: Any, options: Any, feeds: Mapping[str, np.ndarray]) -> None:
+        """Run the graph. Raises StepFailed."""
+        past, new = feeds["past_len"], feeds["new_len"]
+        self._options = options
+        try:
+            self.engine.inference.run_with_iobinding(binding, options)
         except Exception as error:  # onnxruntime's exceptions share no base class but this one
             self.broken = bool(past.any()) and not self._state.append_only
-            reason = str(error).strip().splitlines()[0]
             mend = "restore a snapshot or reset the session" if self.broken else "the session is as before"
             step = f"appending {int(new.max())} tokens to {int(past.max())}"
             if options.terminate:
                 raise Interrupted(f"{step} was interrupted: {mend}.") from error
-            raise StepFailed(f"{step} failed inside ONNX Runtime ({reason}): {mend}.") from error
+            raise StepFailed(f"{step} failed inside ONNX Runtime ({_reason(error)}): {mend}.") from error
         finally:
             self._options = None
-            if chosen:
-                self._bind_state()  # without the outputs of this step's shape
-        self.lengths, self.selected = past + new, chosen
-        return logits
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _logit_index(logits: Picks, new: np.ndarray, width: int) -> np.ndarray:

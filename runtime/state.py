@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plugins.contract import TensorSpec, row_count, state_sizes
+from plugins.contract import TensorSpec, bytes_at, row_count, state_sizes
 from plugins.errors import UserError
 from plugins.geometry import Geometry
+from runtime.tensors import DeviceTensor, HostTensor
+
+if TYPE_CHECKING:
+    from runtime.device import Memory
 
 INDEX_DTYPES = ("int16", "int32")  # of states that hold reference ordinals
 NOISE = 65521  # numbers that `fill` repeats; prime, so that the pattern differs between rows
@@ -34,18 +39,19 @@ class Snapshot:
 class State:
     """State tensors of `batch` sequences with room for `capacity` tokens each (0: nothing is allocated yet).
 
-    device: "cpu", where numpy owns the memory and untouched rows cost none, or "cuda".
+    memory: where they are; None for the host's.
     Unused rows are zero, never uninitialised: the graph masks them, and a masked NaN would still be a NaN.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], geometry: Geometry | None, batch: int, device: str = "cpu") -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], geometry: Geometry | None, batch: int, memory: Memory | None = None
+    ) -> None:
         self.specs = tuple(specs)
         self.geometry = geometry
         self.batch = batch
-        self.device = device
+        self.memory = memory
         self.capacity = 0
-        self._values: dict[str, object] = {}  # name -> OrtValue
-        self._arrays: dict[str, np.ndarray] = {}  # on the CPU: the memory that the OrtValue of that name points to
+        self._tensors: dict[str, HostTensor | DeviceTensor] = {}
 
     @property
     def code_rows(self) -> int:
@@ -57,58 +63,64 @@ class State:
         """Whether a step never overwrites a stored row, so that a failed step leaves the cache valid."""
         return all(spec.row_symbol for spec in self.specs)
 
-    def values(self) -> Iterator[tuple[TensorSpec, object]]:
-        return ((spec, self._values[spec.name]) for spec in self.specs)
+    def bind(self, binding: Any) -> None:
+        """Make every tensor the input and the output of its names in an IOBinding."""
+        for tensor in self._tensors.values():
+            tensor.bind(binding)
 
     def array(self, name: str) -> np.ndarray:
         """The whole tensor: the live memory on the CPU, a copy elsewhere."""
-        return self._arrays[name] if name in self._arrays else self._values[name].numpy()
+        return self._tensors[name].array()
 
     def allocate(self, capacity: int, stored: int = 0) -> None:
-        """Move to new buffers of `capacity` tokens, keeping the rows that `stored` tokens use. All or nothing."""
+        """Move to new buffers of `capacity` tokens, keeping the rows that `stored` tokens use.
+
+        Raises UserError when there is no memory; then everything is as before, or, where a device had less memory than
+        it said, nothing is left and the capacity 0.
+        """
+        fresh: dict[str, HostTensor | DeviceTensor] = {}
         try:
-            # On the CPU zeroed pages are not resident until written, so this does not double the memory.
-            fresh = {spec.name: self._zeros(spec, capacity) for spec in self.specs}
+            if self.memory is None:  # zeroed pages are not resident until written, so this does not double the memory
+                fresh = {spec.name: self._tensor(spec, capacity) for spec in self.specs}
+            else:
+                self._check_room(capacity)
         except MemoryError:
-            raise UserError(
-                f"there is no memory for a cache of {capacity} tokens x {self.batch} sequences: "
-                "close other sessions, or use fewer or shorter sequences."
-            ) from None
-        for spec in self.specs:
-            if self.capacity:
-                used = self._used(spec, stored)
-                fresh[spec.name][used] = self.array(spec.name)[used]
-            self._put(spec.name, fresh.pop(spec.name))  # frees the old buffer
+            raise self._no_room(capacity) from None
+        try:
+            for spec in self.specs:
+                tensor = fresh.pop(spec.name) if fresh else self._tensor(spec, capacity)
+                if self.capacity:
+                    tensor.take(self._tensors[spec.name], self._rows(spec, stored))
+                self._tensors[spec.name] = tensor  # frees the old one
+        except MemoryError:
+            self.release()
+            raise self._no_room(capacity) from None
         self.capacity = capacity
 
     def trimmed(self, stored: int) -> dict[str, np.ndarray]:
         """Host copies of the rows that `stored` tokens use."""
-        return {spec.name: self.array(spec.name)[self._used(spec, stored)].copy() for spec in self.specs}
+        return {spec.name: self._tensors[spec.name].trimmed(self._rows(spec, stored)) for spec in self.specs}
 
     def load(self, arrays: Mapping[str, np.ndarray], capacity: int, stored: int) -> None:
         """Move to new buffers of `capacity` tokens that hold what `trimmed(stored)` returned."""
-        fresh = {spec.name: self._zeros(spec, capacity) for spec in self.specs}
+        if self.memory is not None:  # nothing of the old content is kept
+            self.release()
+        self.allocate(capacity)
         for spec in self.specs:
-            fresh[spec.name][self._used(spec, stored)] = arrays[spec.name]
-            self._put(spec.name, fresh.pop(spec.name))
-        self.capacity = capacity
+            self._tensors[spec.name].load(arrays[spec.name], self._rows(spec, stored))
 
     def fill(self, seed: int = 0) -> None:
         """Write every row with plausible random content, for benches that need a long cache without a prompt."""
         rng = np.random.default_rng(seed)
         for spec in self.specs:
-            array = self.array(spec.name)
+            tensor = self._tensors[spec.name]
             if spec.dtype in INDEX_DTYPES:
+                array = tensor.array()
                 self._fill_ordinals(spec, array, rng)
+                if self.memory is not None:  # there `array` is a copy
+                    tensor.load(array, self._rows(spec, None))
             else:
-                noise = rng.standard_normal(NOISE).clip(-3, 3).astype(spec.dtype)
-                if spec.dtype == "int8":
-                    noise = rng.integers(-128, 128, NOISE).astype(spec.dtype)
-                flat = array.reshape(-1)
-                for start in range(0, flat.size, NOISE):  # in place: a copy would double what a bench measures
-                    flat[start : start + NOISE] = noise[: flat.size - start]
-            if self.device != "cpu":  # there `array` is a copy
-                self._values[spec.name].update_inplace(array)
+                tensor.repeat(_noise(spec, rng))
 
     def _fill_ordinals(self, spec: TensorSpec, array: np.ndarray, rng: np.random.Generator) -> None:
         """Random references that each code row may name: of row j the sinks and those up to j."""
@@ -124,21 +136,42 @@ class State:
             part[...] = rng.integers(0, last, part.shape, spec.dtype, endpoint=False)
 
     def release(self) -> None:
-        self._values, self._arrays = {}, {}
+        self._tensors = {}
         self.capacity = 0
 
-    def _zeros(self, spec: TensorSpec, capacity: int) -> np.ndarray:
-        return np.zeros(spec.dims(state_sizes(capacity, self.geometry, self.batch)), spec.dtype)
+    def _tensor(self, spec: TensorSpec, capacity: int) -> HostTensor | DeviceTensor:
+        dims = spec.dims(state_sizes(capacity, self.geometry, self.batch))
+        return HostTensor(spec, dims) if self.memory is None else DeviceTensor(spec, dims, self.memory)
 
-    def _put(self, name: str, array: np.ndarray) -> None:
-        from onnxruntime import OrtValue
+    def _check_room(self, capacity: int) -> None:
+        """Raises MemoryError when the memory cannot hold the new tensors, each of them beside the one it replaces."""
+        sizes = state_sizes(capacity, self.geometry, self.batch)
+        held = bytes_at(self.specs, self.capacity, self.geometry, self.batch) if self.capacity else 0
+        wanted = bytes_at(self.specs, capacity, self.geometry, self.batch)
+        largest = max((spec.nbytes(sizes) for spec in self.specs), default=0) if self.capacity else 0
+        if wanted - held + largest > self.memory.free_bytes():
+            raise MemoryError
 
-        self._values[name] = OrtValue.ortvalue_from_numpy(array, self.device, 0)
-        if self.device == "cpu":
-            self._arrays[name] = array
+    def _no_room(self, capacity: int) -> UserError:
+        return UserError(
+            f"there is no memory for a cache of {capacity} tokens x {self.batch} sequences: "
+            "close other sessions, or use fewer or shorter sequences."
+        )
 
-    def _used(self, spec: TensorSpec, stored: int) -> tuple[slice, ...]:
+    def _rows(self, spec: TensorSpec, stored: int | None) -> int | None:
+        """Rows of a tensor that `stored` tokens use (None: all of them); None where it has no row axis."""
         if spec.row_symbol is None:
-            return (slice(None),)
-        rows = row_count(spec.row_symbol, stored, self.geometry)
-        return (slice(None),) * spec.row_axis + (slice(0, rows),)
+            return None
+        if stored is None:
+            return state_sizes(self.capacity, self.geometry)[spec.row_symbol]
+        return row_count(spec.row_symbol, stored, self.geometry)
+
+
+def _noise(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
+    """NOISE numbers in the dtype that holds the tensor."""
+    if spec.dtype == "int8":
+        return rng.integers(-128, 128, NOISE).astype(spec.dtype)
+    noise = rng.standard_normal(NOISE).clip(-3, 3).astype(np.float32)
+    if spec.dtype == "bfloat16":
+        return (noise.view(np.uint32) >> 16).astype(spec.carrier)  # the upper half of a float32
+    return noise.astype(spec.dtype)

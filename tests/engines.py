@@ -64,11 +64,11 @@ def random_quantisers(config: VQKVConfig, spec: LayerSpec, generator: torch.Gene
             stages=stages,
         )
 
-    return vqkv.LayerCodec(
-        config,
-        side(config.k_groups, config.k_stages, config.k_entries),
-        side(config.v_groups, config.v_stages, config.v_entries),
-    )
+    keys = side(config.k_groups, config.k_stages, config.k_entries)
+    values = side(config.v_groups, config.v_stages, config.v_entries)
+    if config.layout == "tiles":
+        values.books = vqkv.byte_values(values.books)
+    return vqkv.LayerCodec(config, keys, values)
 
 
 def random_compressor(config: DeltaKVConfig, spec: LayerSpec, generator: torch.Generator) -> deltakv.LayerCodec:

@@ -9,6 +9,7 @@ import torch
 from ops import CAPACITY, DIM, FLOAT, HALF, HEADS, STEPS, Op, host_feeds, layer, rope_tables, run, twice
 
 from plugins import graph
+from plugins.contract import TILE_ROWS
 from plugins.dense import onnx_body as dense
 from plugins.dense.reference import LayerCache as DenseCache
 from plugins.geometry import Geometry
@@ -16,7 +17,7 @@ from plugins.layer import LayerSpec
 from plugins.vqkv import onnx_body as vqkv
 from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.reference import LayerCache as VQKVCache
-from plugins.vqkv.reference import LayerCodec, Quantiser
+from plugins.vqkv.reference import LayerCodec, Quantiser, byte_values, stored_rows
 
 LONG = [[25, 1, 20], *STEPS]  # up to 62 rows
 
@@ -136,6 +137,32 @@ def test_vqkv_attention_caps_the_scores_of_its_codes_too(small_tiles: None, key_
     spec = layer(softcap=5.0)
     op, references = vqkv_setup(config, spec, 3)
     assert run(op, references, spec, LONG, config.geometry()) < 5e-6
+
+
+@pytest.mark.parametrize("k_stages", [(4,), (4, 2)])
+def test_vqkv_codes_in_tiles_are_the_same_codes(small_tiles: None, k_stages: tuple[int, ...]) -> None:
+    shape = {"k_stages": k_stages, "v_stages": (4,), "k_entries": 256, "v_entries": 256, "block": 16}
+    config = VQKVConfig(**(SMALL | shape), key_space="post_rope", layout="tiles")
+    spec = layer()
+    op, references = vqkv_setup(config, spec, 3)
+    assert run(op, references, spec, LONG, config.geometry()) < 5e-6
+    for b, reference in enumerate(references):
+        rows = len(reference.codes[0][0])
+        state = {n: torch.from_numpy(op.state[n][b, :, : rows // TILE_ROWS]) for n in ("codes_k", "codes_v")}
+        for own, found in zip(reference.codes, stored_rows(config, state), strict=True):
+            assert rows > 0 and torch.equal(own, found)
+
+
+def test_byte_values_are_the_nearest_halves_of_two_equal_bytes() -> None:
+    books = torch.randn(3, 50) * torch.tensor([1e-4, 1.0, 300.0])[:, None]
+    found = byte_values(books)
+    bits = found.half().view(torch.int16).int() & 0xFFFF
+    assert torch.equal(found, found.half().float()) and torch.equal(bits >> 8, bits & 255)
+    halves = (torch.arange(256, dtype=torch.int32) * 257).to(torch.int16).view(torch.float16).float()
+    halves = halves[halves.isfinite()]
+    best = (books[..., None] - halves).abs().amin(-1)
+    torch.testing.assert_close((books - found).abs(), best, rtol=0, atol=0)
+    assert 0.03 < float((books - found)[1].norm() / books[1].norm()) < 0.08
 
 
 def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_artefact as tiny
+from transformers import AutoConfig
 
 from plugins.errors import UserError
 from runtime import bench, machine
@@ -63,6 +64,29 @@ def test_latency_reports_every_quantity_and_they_add_up(timed: dict[str, Any], d
         stored = LATENCY["input_len"] + LATENCY["output_len"] - 1
         assert entry["cache_bytes"] == state_bytes(Artefact.open(entry["engine"]), stored, batch=2)
         assert entry["peak_resident_bytes"] > 10 << 20
+
+
+def test_transformers_with_a_static_cache_is_measured_beside(dense: Path, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    settings = LATENCY | {"repeats": 1, "decode": [(3, 50)]}
+    found = bench.latency([dense], threads=1, transformers=tmp_path, **settings)
+    plain, more = found["transformers"], found["engines"][0]["more"]
+    assert [(one["batch"], one["past"]) for one in [*plain["more"], *more]] == [(3, 50), (3, 50)]
+    assert plain["more"][0]["ratio"] == pytest.approx(plain["more"][0]["ms"] / more[0]["ms"])
+    assert more[0]["tokens_per_second"] * more[0]["ms"] == pytest.approx(3e3)
+    assert [one["past"] for one in plain["decode"]] == [30, 300] and plain["graph"] is False
+    for one, base in zip(plain["decode"], found["engines"][0]["decode"], strict=True):
+        assert one["tokens_per_second"] * one["ms"] == pytest.approx(1e3 * 2)
+        assert one["ratio"] == pytest.approx(one["ms"] / base["ms"])
+
+
+def test_a_static_cache_needs_a_models_folder(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a Hugging Face model folder"):
+        bench.latency([dense], threads=1, transformers=tmp_path, **(LATENCY | {"repeats": 1}))
 
 
 def test_every_repeat_visits_every_engine_and_another_one_first(
@@ -270,7 +294,7 @@ def test_the_commands_print_tables_and_write_the_json(
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda e: bench.latency([e], input_len=490, output_len=64), "need 4115 tokens and .* allows 500"),
+        (lambda e: bench.latency([e], input_len=490, output_len=64), "need 4131 tokens and .* allows 500"),
         (lambda e: bench.latency([e], input_len=0), "input_len 0"),
         (lambda e: bench.latency([e], output_len=1), "output_len 1: each must"),
         (lambda e: bench.latency([e], past=[0]), "must be at least 1"),

@@ -120,3 +120,22 @@ def test_json_round_trip_and_its_errors():
 def test_stages_have_a_compact_text(stages, text):
     assert stages_to_text(stages) == text
     assert stages_from_text(text) == stages
+
+
+def test_layout_tiles_brings_what_it_takes_along():
+    config = VQKVConfig.from_ratio(0.172, 128).override(["layout=tiles"])
+    assert (config.key_space, config.k_stages, config.v_stages) == ("post_rope", (32, 24), (32,))
+    assert config.ratio() == 0.171875
+    assert VQKVConfig.from_ratio(0.125, 128).override(["layout=tiles", "window=64"]).k_stages == (32,)
+    assert config.override(["window=64"]).layout == "tiles"
+
+
+@pytest.mark.parametrize("setting", ["key_space=pre_rope", "v_stages=32+8", "block=24", "v_groups=64", "v_entries=128"])
+def test_layout_tiles_refuses_what_its_kernel_cannot_read(setting):
+    with pytest.raises(UserError, match="layout=tiles takes key_space=post_rope, 32 groups of both sides, v_stages=32"):
+        VQKVConfig.from_ratio(0.172, 128).override(["layout=tiles", setting])
+
+
+def test_layout_tiles_needs_a_code_for_every_four_values():
+    with pytest.raises(UserError, match="layout=tiles reads at least 64 codes"):
+        VQKVConfig.from_ratio(0.0625, 128).override(["layout=tiles"])

@@ -293,4 +293,4 @@ def _parameters(subject: Subject, loaded: LoadedModel | None) -> int:
 
     config = Artefact.open(subject.path, verify=False).config
     size = sum(entry["bytes"] for name, entry in config["files"].items() if name.startswith("model.onnx"))
-    return size // {"fp32": 4, "fp16": 2}[config["dtype"]]
+    return size // {"fp32": 4, "fp16": 2, "bf16": 2}[config["dtype"]]

@@ -319,8 +319,8 @@ class LayerCache:
 
         Counted are a row's index as one number, its scales and its latents. An index differs when it names other
         references, and is a flipped tie when the choice was closer than `tie`; the rest of such a row is not
-        compared. A latent is a flipped tie where noise, or MARGIN steps, could bring it over a boundary. Raises
-        ValueError when the rows differ in number.
+        compared. A latent is a flipped tie where noise, or MARGIN steps, could bring it over a boundary, or its scale
+        was rounded the other way. Raises ValueError when the rows differ in number.
         """
         own = self.stored
         for name in ("codes", "scales", "index"):
@@ -334,7 +334,8 @@ class LayerCache:
         wrong = int((other & ~tied).sum())
         wrong += int((same & ((own.scales - given.scales).abs() > LOOSE * own.scales + self.noise)).sum())
         if self.codec.config.scales:
-            differs, near = own.codes != given.codes, self.margins < MARGIN
+            rounded = self.codec.spread((own.scales != given.scales).float()).bool()  # the scale, the other way
+            differs, near = own.codes != given.codes, (self.margins < MARGIN) | rounded
             wrong += int((same & differs & ~near).sum())
             flips += int((same & differs & near).sum())
         else:

@@ -17,7 +17,7 @@ from .config import IntKVConfig, Side, hadamard
 # How far two implementations may disagree: a code's distance from a rounding boundary, in steps, that makes it a tie; a
 # row's numbers relative to its largest, by the dtype they are stored in (fp16 rounds either way); a scale, relatively.
 TIE = 1e-3
-NOISE = {torch.float32: 1e-5, torch.float16: 2.0**-11}
+NOISE = {torch.float32: 1e-5, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 LOOSE = 1e-3
 STATE = torch.float16  # what engines hold exact rows, scales and zeros in, unless built with --kv-dtype fp32
 

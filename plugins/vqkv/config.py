@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import log2
 from typing import Any, ClassVar
 
 from plugins.config import RATIO_SLACK, MethodConfig
+from plugins.contract import TILE_ROWS
 from plugins.errors import UserError
 from plugins.geometry import Geometry
 from plugins.layer import LayerSpec
@@ -36,6 +37,9 @@ class VQKVConfig(MethodConfig):
     query_weighting: measure key errors by the queries' second moment [D, D] (by the scores they change).
     value_weighting: measure value errors by o_proj's metric [D, D] (by the hidden states they change).
     projection: codebooks are a Gaussian base times a least-squares matrix (RSimVQ), then refined.
+    layout: "plain" stores a token's codes in a row. "tiles" is for the GPU kernel that looks scores up in a table per
+        query: codes of 16 tokens in its own order (`plugins.vqkv.layout`), and value codewords of one byte a value. It
+        takes keys after RoPE, groups of 4 values, and one stage of them for values.
     full_layers: layers that keep an uncompressed cache.
     sinks, window, block: the exact part of the cache, in tokens; see `plugins.geometry.Geometry`.
 
@@ -58,6 +62,7 @@ class VQKVConfig(MethodConfig):
     query_weighting: bool = True
     value_weighting: bool = True
     projection: bool = False
+    layout: str = "plain"
     full_layers: tuple[int, ...] = ()
     sinks: int = 4
     window: int = 128
@@ -73,6 +78,10 @@ class VQKVConfig(MethodConfig):
             raise UserError(f"key_space={self.key_space} must be pre_rope or post_rope")
         if self.tables not in ("head", "layer"):
             raise UserError(f"tables={self.tables} must be head or layer")
+        if self.layout not in ("plain", "tiles"):
+            raise UserError(f"layout={self.layout} must be plain or tiles")
+        if self.layout == "tiles":
+            self._check_tiles()
 
     def _check_side(self, side: str) -> None:
         groups, stages, entries = (getattr(self, f"{side}_{n}") for n in ("groups", "stages", "entries"))
@@ -86,6 +95,24 @@ class VQKVConfig(MethodConfig):
             )
         if not 2 <= entries <= 65536:
             raise UserError(f"{side}_entries={entries} must be from 2 to 65536")
+
+    def _check_tiles(self) -> None:
+        groups = self.head_dim // 4
+        wanted = {
+            "key_space": "post_rope",
+            "k_groups": groups,
+            "v_groups": groups,
+            "v_stages": (groups,),
+            "k_entries": BYTE_ENTRIES,
+            "v_entries": BYTE_ENTRIES,
+        }
+        wrong = [name for name, value in wanted.items() if getattr(self, name) != value]
+        if wrong or self.head_dim % 4 or self.k_stages[0] != groups or self.block % TILE_ROWS:
+            raise UserError(
+                f"layout=tiles takes key_space=post_rope, {groups} groups of both sides, v_stages={groups}, k_stages "
+                f"that begin with {groups}, {BYTE_ENTRIES} entries and a block that is a multiple of {TILE_ROWS}, not "
+                f"{', '.join(f'{name}={self.write_field(name, getattr(self, name))}' for name in wrong or ('block',))}"
+            )
 
     # -- accounting
 
@@ -160,6 +187,32 @@ class VQKVConfig(MethodConfig):
             block=1024,
         )
 
+    def tiled(self) -> VQKVConfig:
+        """The like of this with layout "tiles": as many lookups, those beyond a stage of either side given to keys."""
+        groups = self.head_dim // 4
+        spare = self.lookups("k") + self.lookups("v") - 2 * groups
+        if self.head_dim % 4 or spare < 0:
+            raise UserError(
+                f"layout=tiles reads at least {2 * groups} codes of a key and a value of {self.head_dim}, and "
+                f"{self.summary()} has {self.lookups('k') + self.lookups('v')}: use a larger --ratio"
+            )
+        stages = (groups,) * (1 + spare // groups) + ((spare % groups,) if spare % groups else ())
+        return replace(
+            self,
+            **dict.fromkeys(("k_groups", "v_groups"), groups),
+            **dict.fromkeys(("k_entries", "v_entries"), BYTE_ENTRIES),
+            k_stages=stages,
+            v_stages=(groups,),
+            key_space="post_rope",
+            layout="tiles",
+        )
+
+    def override(self, settings: Iterable[str]) -> VQKVConfig:
+        """As `MethodConfig.override`; "layout=tiles" brings what that layout takes along, unless it is set too."""
+        settings = list(settings)
+        asked = any("".join(text.split()) == "layout=tiles" for text in settings)
+        return MethodConfig.override(self.tiled() if asked and self.layout == "plain" else self, settings)
+
     # -- reading and writing
 
     @classmethod
@@ -178,7 +231,8 @@ class VQKVConfig(MethodConfig):
             stages = stages_to_text(getattr(self, f"{side}_stages"))
             sides.append(f"{side.upper()} {stages} of {groups}x{self.head_dim // groups}-d")
         entries = "/".join(map(str, dict.fromkeys((self.k_entries, self.v_entries))))
-        return f"{', '.join(sides)}, {entries} entries, {self.key_space}"
+        layout = ", in tiles" if self.layout == "tiles" else ""
+        return f"{', '.join(sides)}, {entries} entries, {self.key_space}{layout}"
 
 
 _CLIMB = "vkkvkvkvkkkk"  # which side gets the next quarter of a stage

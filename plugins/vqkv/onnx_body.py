@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from .. import graph
+from ..contract import TILE_ROWS
 from ..graph import FLOAT, INT32, INT64, Body, NodePlan, Rows
 from ..layer import LayerSpec
 from .config import VQKVConfig
+from .layout import permutation
 
 if TYPE_CHECKING:
     from .reference import LayerCodec
 
 OP = "VQKVAttention"
 TABLES = ("books", "encode", "decode", "mean")
+SIDE_ATTRIBUTES = ("groups", "stages", "entries")
 INPUTS = (
     *("q", "k", "v", "ring_k", "ring_v", "codes_k", "codes_v"),
     *("past_len", "new_len", "live", "enc_src", "enc_dst", "cos", "sin"),
@@ -127,6 +131,35 @@ class Quantiser:
         return b.slice(codes, [0], count, 2)
 
 
+@dataclass(frozen=True)
+class Codes:
+    """Where one side's codes lie in its state, int8: rows [B, heads, code_rows, lookups], or tiles of them
+    [B, heads, code_tiles, TILE_ROWS * lookups] in the order of `plugins.vqkv.layout`."""
+
+    heads: int
+    lookups: int
+    layout: str
+    side: str
+
+    def read(self, b: Body, state: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
+        """Code rows start to stop, int64 [1], whole tiles: [B, heads, n, lookups]."""
+        if self.layout == "plain":
+            return b.slice(state, start, stop, 2)
+        tiles = b.slice(state, b.Div(start, [TILE_ROWS]), b.Div(stop, [TILE_ROWS]), 2)
+        rows = b.Gather(tiles, np.argsort(permutation(self.side, self.lookups)), axis=3)
+        return b.Reshape(rows, [0, 0, -1, self.lookups])
+
+    def write(self, b: Body, state: ir.Value, row: ir.Value, codes: ir.Value) -> ir.Value:
+        """The state with codes [B, heads, E, lookups] at code rows `row` int64 [B, E]."""
+        if self.layout == "plain":
+            return graph.scatter_rows(b, state, row, codes, self.heads)
+        width, count = TILE_ROWS * self.lookups, b.Div(b.size(codes, 2), [TILE_ROWS])
+        tiles = b.Reshape(codes, b.shape(b.size(codes, 0), self.heads, count, width), allowzero=1)
+        tiles = b.Gather(tiles, permutation(self.side, self.lookups), axis=3)
+        first = b.Slice(row, [0], [np.iinfo(np.int64).max], [1], [TILE_ROWS])
+        return graph.scatter_rows(b, state, b.Div(first, TILE_ROWS), tiles, self.heads)
+
+
 def tables(codec: LayerCodec) -> dict[str, np.ndarray]:
     """The op's table inputs by name."""
     return {name.replace(".", "_"): tensor.numpy() for name, tensor in codec.tensors().items()}
@@ -136,10 +169,8 @@ def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0
     """The node of one compressed layer. limit, the longest sequence's tokens, changes nothing here."""
     geometry = config.geometry()
     ring = (state, ("batch", spec.num_kv_heads, geometry.dense_rows, spec.head_dim))
-    codes = [
-        (ir.DataType.INT8, ("batch", spec.num_kv_heads, "code_rows", sum(stages)))
-        for stages in (config.k_stages, config.v_stages)
-    ]
+    unit = ("code_tiles", TILE_ROWS) if config.layout == "tiles" else ("code_rows", 1)
+    codes = [(ir.DataType.INT8, ("batch", spec.num_kv_heads, unit[0], unit[1] * config.lookups(side))) for side in "kv"]
     return NodePlan(
         op=OP,
         inputs=INPUTS,
@@ -151,8 +182,9 @@ def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0
             "window": config.window,
             "block": config.block,
             "key_space": config.key_space,
-            "k_stages": config.k_stages,
-            "v_stages": config.v_stages,
+            "layout": config.layout,
+            "sets": spec.num_kv_heads if config.tables == "head" else 1,
+            **{f"{side}_{name}": getattr(config, f"{side}_{name}") for side in "kv" for name in SIDE_ATTRIBUTES},
         },
         function=lambda overload: function(spec, config, state, overload),
     )
@@ -162,7 +194,7 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
     """The body for one set of attributes.
 
     q [B, Hq, S, D], k and v [B, H, S, D] before RoPE; ring_k (in the codec's key space) and ring_v
-    [B, H, sinks + ring, D]; codes int8 [B, H, code_rows, L]; past_len and new_len int32 [B]; live int32 [];
+    [B, H, sinks + ring, D]; codes int8 as in `Codes`; past_len and new_len int32 [B]; live int32 [];
     enc_src and enc_dst int32 [B, E]; cos and sin [limit, rotary_dim / 2]; tables as in `Quantiser`.
     """
     b = Body()
@@ -173,6 +205,7 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
         Quantiser(b, inputs[14:18], spec, config.k_groups, config.k_stages, config.k_entries, config.tables),
         Quantiser(b, inputs[18:22], spec, config.v_groups, config.v_stages, config.v_entries, config.tables),
     ]
+    stores = [Codes(spec.num_kv_heads, config.lookups(side), config.layout, side) for side in "kv"]
     kv, rows = spec.num_kv_heads, geometry.dense_rows
     past, new, length = b.cast(past_len, INT64), b.cast(new_len, INT64), b.size(q, 2)
 
@@ -194,7 +227,7 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
 
     def build(t: Body, start: ir.Value, stop: ir.Value) -> tuple[ir.Value, list[ir.Value], ir.Value]:
         row = t.Unsqueeze(t.Range(t.Squeeze(start), t.Squeeze(stop), 1), [0])  # [1, n]
-        coded_k, coded_v = (t.slice(x, start, stop, 2) for x in (codes_k, codes_v))
+        coded_k, coded_v = (codes.read(t, x, start, stop) for codes, x in zip(stores, (codes_k, codes_v), strict=True))
         keys = sides[0].decode(t, coded_k)
         if pre_rope:
             keys = rotated(t, sides[0].vectors(t, keys), t.Add(row, geometry.sinks))
@@ -210,8 +243,8 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
     # (b) encode what leaves the window, (c) renew the exact rows
     source, target = b.cast(enc_src, INT64), b.cast(enc_dst, INT64)
     code_states = [
-        graph.scatter_rows(b, codes, target, side.encode(b, b.cast(graph.gather_rows(b, x, source, kv), FLOAT)), kv)
-        for codes, x, side in zip((codes_k, codes_v), joined, sides, strict=True)
+        codes.write(b, old, target, side.encode(b, b.cast(graph.gather_rows(b, x, source, kv), FLOAT)))
+        for codes, old, x, side in zip(stores, (codes_k, codes_v), joined, sides, strict=True)
     ]
     keep = graph.ring_source(b, past, new, geometry.sinks, geometry.ring)
     rings = [graph.gather_rows(b, x, keep, kv) for x in joined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from ..attention import attend, causal_mask
 from ..dense.reference import Rope, turn
 from ..layer import LayerSpec
 from .config import VQKVConfig
+from .layout import permutation
 
 PARTS = ("books", "encode", "decode", "mean")
 CHUNK = 1 << 26  # distances formed at once when encoding
@@ -109,6 +111,16 @@ def nearest(y: Tensor, books: Tensor) -> Tensor:
             span = slice(first, first + step)
             code[table, span] = torch.addmm(half[table], y[table, span], turned[table]).max(dim=-1).indices
     return code
+
+
+def byte_values(books: Tensor) -> Tensor:
+    """Each value of `books` as the nearest one that a byte b can stand for as the half of the bits 257 b."""
+    bits = (torch.arange(256, dtype=torch.int32, device=books.device) * 257).to(torch.int16)
+    grid = bits.view(torch.float16).float()
+    grid = grid[grid.isfinite()].unique()  # sorted
+    above = torch.searchsorted(grid, books.contiguous()).clamp(1, len(grid) - 1)
+    low, high = grid[above - 1], grid[above]
+    return torch.where(books - low <= high - books, low, high)
 
 
 @dataclass
@@ -225,7 +237,10 @@ class LayerCache:
 
 def stored_rows(config: VQKVConfig, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """What LayerCache.step takes as `given`, from one sequence's state of an engine: name -> tensor, used rows only."""
-    return tuple(
-        state[f"codes_{side}"].long() + entries // 2
-        for side, entries in (("k", config.k_entries), ("v", config.v_entries))
-    )
+    found = []
+    for side, entries in (("k", config.k_entries), ("v", config.v_entries)):
+        codes, lookups = state[f"codes_{side}"].long() + entries // 2, config.lookups(side)
+        if config.layout == "tiles":
+            codes = codes[..., np.argsort(permutation(side, lookups))].reshape(len(codes), -1, lookups)
+        found.append(codes)
+    return tuple(found)

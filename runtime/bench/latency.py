@@ -11,12 +11,15 @@ import numpy as np
 
 from plugins.errors import UserError
 from runtime.artefact import Artefact
+from runtime.bench import static_cache
 from runtime.bench.memory import held_bytes, peak_bytes
-from runtime.bench.process import OutOfMemory, asked, engine_of, measure, progress
+from runtime.bench.process import OutOfMemory, asked, engine_of, measure, progress, ran_out
 from runtime.bench.report import document, entries, opened
+from runtime.session import StepFailed
 
 WARMUP = 3  # decode steps before those that are timed
-DECODE_STEPS = 16  # timed decode steps at each past length and repeat
+DECODE_STEPS = 32  # timed decode steps at each past length and repeat: one of them encodes a block
+REPLAYED = 3  # on a GPU a kind of step is replayed from its third on: as many blocks are decoded before, too
 PERCENTILES = (50, 90, 99)
 
 
@@ -27,13 +30,17 @@ def latency(
     output_len: int = 64,
     batch: int = 1,
     past: Sequence[int] = (1024, 4096),
+    decode: Sequence[tuple[int, int]] = (),
     prefill: Sequence[int] = (),
     repeats: int = 3,
     provider: str = "cpu",
     threads: int | None = None,
+    library: str | bool | None = None,
+    cuda_graphs: bool = True,
     verify: bool = True,
     self_check: bool = False,
     seed: int = 0,
+    transformers: str | Path | None = None,
     progress_bar: bool = False,
 ) -> dict[str, Any]:
     """Speed of each engine beside the first one, as JSON-ready numbers.
@@ -43,16 +50,21 @@ def latency(
     * a generation of `output_len` tokens (greedy) after a prompt of `input_len` random ones, in `batch` sequences: TTFT
       is the time of the prefill and of picking the token, ITL every gap between tokens after it, TPOT their mean;
     * the prefill alone of fresh prompts of the lengths `prefill` (default: input_len);
-    * DECODE_STEPS decode steps, after WARMUP more, at each of the `past` lengths, which synthetic content fills.
+    * DECODE_STEPS decode steps, after WARMUP more, at each of the `past` lengths, which synthetic content fills; and
+      the same for each (sequences, tokens) of `decode`, whose times are None where that does not fit in memory.
     Times are medians over the repeats (and steps), ITL is of all gaps together. Ratios are to the first engine, more
     than 1 is slower. "peak_resident_bytes" is the most memory (on CUDA, of the device) that a visit's process held up
-    to the end of the generation, loading included. Raises UserError.
+    to the end of the generation, loading included. library, cuda_graphs: as for `Engine.open`. transformers: a Hugging
+    Face folder, whose decode steps with a static cache are measured beside, in the first engine's dtype
+    (`runtime.bench.static_cache`). Raises UserError.
     """
     artefacts = opened(engines)
     prefill = tuple(prefill) or (input_len,)
     settings = {
         "input_len": input_len, "output_len": output_len, "batch": batch, "past": list(past), "prefill": list(prefill),
-        "repeats": repeats, "provider": provider, "threads": threads, "seed": seed,
+        "decode": [list(one) for one in decode],
+        "repeats": repeats, "provider": provider, "threads": threads, "library": library, "cuda_graphs": cuda_graphs,
+        "seed": seed,
         "warmup": f"per visit, not timed: a prefill of {input_len} tokens and {WARMUP} decode steps; {WARMUP} decode "
         "steps at each past length",
         "decode_steps": DECODE_STEPS,
@@ -60,21 +72,36 @@ def latency(
     _check(artefacts, settings)
     visits: list[list[dict[str, Any]]] = [[] for _ in artefacts]
     heads = entries(artefacts)
-    with progress("latency", repeats * len(artefacts), progress_bar) as say:
+    plain: list[dict[str, Any]] = []
+    turns = len(artefacts) + (transformers is not None)
+    with progress("latency", repeats * turns, progress_bar) as say:
         for repeat in range(repeats):
             for turn in range(len(artefacts)):
                 number = (repeat + turn) % len(artefacts)
                 head = heads[number]
                 say(f"{head['label']}, repeat {repeat + 1}")
                 first = repeat == 0
-                job = asked(head["engine"], provider, threads, verify and first, self_check and first)
+                check = (verify and first, self_check and first)
+                job = asked(head["engine"], provider, threads, *check, library, cuda_graphs)
                 try:
                     visits[number].append(measure({"task": "latency", **job, **settings}))
                 except OutOfMemory as error:
                     raise UserError(
                         f"{head['engine']} ran out of memory ({error}): use a smaller --input-len, --batch or --past."
                     ) from None
-    return document("latency", settings, _summaries(heads, visits, settings))
+            if transformers is not None:
+                say(f"{static_cache.LABEL}, repeat {repeat + 1}")
+                plain.append(measure(_plain_job(transformers, heads[0]["dtype"], settings)))
+    report = document("latency", settings, _summaries(heads, visits, settings))
+    if plain:
+        report["transformers"] = static_cache.summary(plain, settings, report["engines"][0])
+    return report
+
+
+def _plain_job(model: str | Path, dtype: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The job of `static_cache.visit`."""
+    steps = {"steps": DECODE_STEPS, "warmup": WARMUP}
+    return {"task": "static cache", "engine": str(model), "model": str(model), "dtype": dtype, **settings, **steps}
 
 
 def visit(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,19 +131,34 @@ def visit(job: Mapping[str, Any]) -> dict[str, Any]:
                 started = time.perf_counter()
                 session.prefill(prompts[:, :length].tolist())
                 alone[length] = time.perf_counter() - started
-        decode = {}
-        for past in job["past"]:
-            with engine.session(batch) as session:
-                session.allocate(past + WARMUP + DECODE_STEPS)
+        warmup = WARMUP
+        if job["provider"] == "cuda" and engine.artefact.geometry is not None:
+            warmup += REPLAYED * engine.artefact.geometry.block
+
+        def decoded(several: int, past: int) -> list[float]:
+            """Seconds of each decode step of `several` sequences after `past` synthetic tokens each."""
+            with engine.session(several) as session:
+                session.allocate(past + warmup + DECODE_STEPS)
                 session.fill(past, job["seed"])
-                decode[past] = []
-                for tokens in rng.integers(engine.artefact.vocab_size, size=(WARMUP + DECODE_STEPS, batch)):
+                taken = []
+                for tokens in rng.integers(engine.artefact.vocab_size, size=(warmup + DECODE_STEPS, several)):
                     started = time.perf_counter()
                     session.decode(tokens)
-                    decode[past].append(time.perf_counter() - started)
-                del decode[past][:WARMUP]
+                    taken.append(time.perf_counter() - started)
+            return taken[warmup:]
+
+        found = {past: decoded(batch, past) for past in job["past"]}
+        more: list[list[float] | None] = []
+        for several, past in job["decode"]:
+            try:
+                more.append(decoded(several, past))
+            except UserError as error:
+                if not isinstance(error, StepFailed) and not ran_out(str(error)):
+                    raise
+                more.append(None)
     return {
-        "ttft": ttft, "gaps": gaps, "prefill": alone, "decode": decode, "cache_bytes": cache, "peak": peak
+        "kernels": engine.kernels, "ttft": ttft, "gaps": gaps, "prefill": alone, "decode": found, "more": more,
+        "cache_bytes": cache, "peak": peak,
     }  # fmt: skip
 
 
@@ -130,9 +172,13 @@ def _check(artefacts: Sequence[Artefact], settings: Mapping[str, Any]) -> None:
     if any(length < 1 for length in (*settings["past"], *settings["prefill"])):
         raise UserError("the past and prefill lengths must be at least 1.")
     generated = settings["input_len"] + settings["output_len"] - 1
-    decoded = [length + WARMUP + DECODE_STEPS for length in settings["past"]]
-    needed = max([generated, settings["input_len"] + WARMUP, *settings["prefill"], *decoded])
+    if any(min(one) < 1 for one in settings["decode"]):
+        raise UserError("what is decoded beside must be at least 1 sequence of 1 token, like 8x65536.")
+    lengths = [*settings["past"], *(past for _, past in settings["decode"])]
+    base = max(generated, settings["input_len"] + WARMUP, *settings["prefill"])
     for artefact in artefacts:
+        block = artefact.geometry.block if settings["provider"] == "cuda" and artefact.geometry else 0
+        needed = max([base, *(length + WARMUP + REPLAYED * block + DECODE_STEPS for length in lengths)])
         if needed > artefact.max_length:
             raise UserError(
                 f"these lengths need {needed} tokens and {artefact.path} allows {artefact.max_length}: lower "
@@ -158,13 +204,31 @@ def _summaries(
             took = 1e3 * float(np.median([one["prefill"][str(length)] for one in seen]))
             prefill.append({"length": length, "ms": took, "tokens_per_second": rate(length, took)})
         for place, length in enumerate(settings["past"]):
-            took = 1e3 * float(np.median(np.concatenate([one["decode"][str(length)] for one in seen])))
-            ratio = took / first["decode"][place]["ms"] if first else 1.0
-            decode.append({"past": length, "ms": took, "tokens_per_second": rate(1, took), "ratio": ratio})
+            steps = 1e3 * np.concatenate([one["decode"][str(length)] for one in seen])
+            took = float(np.median(steps))
+            spot = {"past": length, "ms": took, "mean_ms": float(steps.mean()), "tokens_per_second": rate(1, took)}
+            decode.append(spot | {"ratio": took / first["decode"][place]["ms"] if first else 1.0})
+        more = []
+        for place, (several, length) in enumerate(settings["decode"]):
+            spot = {
+                "batch": several,
+                "past": length,
+                "ms": None,
+                "mean_ms": None,
+                "tokens_per_second": None,
+                "ratio": None,
+            }
+            if all(one["more"][place] for one in seen):
+                all_steps = 1e3 * np.concatenate([one["more"][place] for one in seen])
+                took, base = float(np.median(all_steps)), first["more"][place]["ms"] if first else None
+                spot |= {"ms": took, "mean_ms": float(all_steps.mean()), "tokens_per_second": 1e3 * several / took}
+                spot["ratio"] = 1.0 if first is None else took / base if base else None
+            more.append(spot)
         percentiles = np.percentile(gaps, PERCENTILES)
         found.append(
             {
                 **head,
+                "kernels": seen[0].get("kernels"),
                 "ttft_ms": ttft,
                 "tpot_ms": tpot,
                 "itl_ms": {
@@ -173,6 +237,7 @@ def _summaries(
                 },
                 "prefill": prefill,
                 "decode": decode,
+                "more": more,
                 "ratios": {
                     "ttft": ttft / first["ttft_ms"] if first else 1.0,
                     "tpot": tpot / first["tpot_ms"] if first else 1.0,

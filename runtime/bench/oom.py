@@ -31,6 +31,8 @@ def oom_length(
     prefill: bool = False,
     provider: str = "cpu",
     threads: int | None = None,
+    library: str | bool | None = None,
+    cuda_graphs: bool = True,
     verify: bool = True,
     self_check: bool = False,
     seed: int = 0,
@@ -62,7 +64,10 @@ def oom_length(
         raise UserError(
             f"--memory is {memory / GIB:.1f} GiB and this machine has {free / GIB:.1f} GiB available: lower it."
         )
-    settings = {"memory": memory, "prefill": prefill, "provider": provider, "threads": threads, "seed": seed}
+    settings = {
+        "memory": memory, "prefill": prefill, "provider": provider, "threads": threads, "library": library,
+        "cuda_graphs": cuda_graphs, "seed": seed,
+    }  # fmt: skip
     about = {**settings, "allocator": TIDY}
     found = []
     with progress("oom-length", None, progress_bar) as say:
@@ -71,7 +76,7 @@ def oom_length(
             def name(what: str, label: str = head["label"]) -> None:
                 say(f"{label}, {what}")
 
-            job = {**settings, **asked(head["engine"], provider, threads, False, False)}
+            job = {**settings, **asked(head["engine"], provider, threads, False, False, library, cuda_graphs)}
             checked = {**job, "verify": verify, "self_check": self_check}
             found.append({**head, **_search(artefact, checked, job, name)})
     _compare(found, artefacts)

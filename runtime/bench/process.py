@@ -59,16 +59,32 @@ def ran_out(text: str) -> bool:
 @contextmanager
 def engine_of(job: Mapping[str, Any]) -> Iterator[Engine]:
     """The engine that a job names, opened as it says."""
-    with Engine.open(job["engine"], provider=job["provider"], threads=job["threads"], verify=job["verify"]) as engine:
+    with Engine.open(
+        job["engine"],
+        provider=job["provider"],
+        threads=job["threads"],
+        verify=job["verify"],
+        library=job["library"],
+        cuda_graphs=job["cuda_graphs"],
+    ) as engine:
         if job["self_check"]:
             engine.self_check()
         yield engine
 
 
-def asked(engine: str, provider: str, threads: int | None, verify: bool, self_check: bool) -> dict[str, Any]:
-    """The part of a job that `engine_of` reads."""
+def asked(
+    engine: str,
+    provider: str,
+    threads: int | None,
+    verify: bool,
+    self_check: bool,
+    library: str | bool | None = None,
+    cuda_graphs: bool = True,
+) -> dict[str, Any]:
+    """The part of a job that `engine_of` reads; library and cuda_graphs as for `Engine.open`."""
     return {
-        "engine": engine, "provider": provider, "threads": threads, "verify": verify, "self_check": self_check
+        "engine": engine, "provider": provider, "threads": threads, "verify": verify, "self_check": self_check,
+        "library": library, "cuda_graphs": cuda_graphs,
     }  # fmt: skip
 
 

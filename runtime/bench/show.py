@@ -25,6 +25,8 @@ def _latency(report: dict[str, Any]) -> list[Table]:
         title=f"Latency: {shape}, median of {settings['repeats']}",
         caption=f"In brackets the ratio to the first engine. Warm-up {settings['warmup']}.",
     )
+    if settings["provider"] == "cuda":
+        whole.caption += "".join(f"\n{entry['label']}: {entry['kernels']}." for entry in engines)
     apart = Table("engine", title="Prefill and decode apart, tokens/s")
     for length in settings["prefill"]:
         apart.add_column(f"prefill of\n{length:,}", justify="right")
@@ -38,9 +40,26 @@ def _latency(report: dict[str, Any]) -> list[Table]:
             " / ".join(_short(entry["itl_ms"][name]) for name in ("p50", "p90", "p99")),
             *(_short(size / 2**20) for size in sizes),
         )
-        decode = [f"{_short(x['tokens_per_second'])} ({_short(x['ms'])} ms, {x['ratio']:.2f})" for x in entry["decode"]]
-        apart.add_row(entry["label"], *(_short(x["tokens_per_second"]) for x in entry["prefill"]), *decode)
-    return [whole, apart]
+        prefill = (_short(x["tokens_per_second"]) for x in entry["prefill"])
+        apart.add_row(entry["label"], *prefill, *map(_step, entry["decode"]))
+    plain = report.get("transformers")
+    if plain:
+        apart.add_row(plain["label"], *("" for _ in settings["prefill"]), *map(_step, plain["decode"]))
+    if not settings["decode"]:
+        return [whole, apart]
+    several = Table("engine", title="Decode of several sequences, tokens/s")
+    for batch, length in settings["decode"]:
+        several.add_column(f"{batch:,} x\n{length:,}", justify="right")
+    for entry in [*engines, *([plain] if plain else [])]:
+        several.add_row(entry["label"], *map(_step, entry["more"]))
+    return [whole, apart, several]
+
+
+def _step(spot: dict[str, Any]) -> str:
+    if spot["ms"] is None:
+        return "out of memory"
+    ratio = "" if spot["ratio"] is None else f", {spot['ratio']:.2f}"
+    return f"{_short(spot['tokens_per_second'])} ({_short(spot['ms'])} ms{ratio})"
 
 
 def _oom(report: dict[str, Any]) -> list[Table]:

@@ -10,12 +10,13 @@ import json
 import sys
 
 from plugins.errors import UserError
+from runtime.bench import static_cache
 from runtime.bench.latency import visit
 from runtime.bench.oom import base, curve, trial
 from runtime.bench.process import BAD_INPUT, ran_out
 from runtime.session import StepFailed
 
-TASKS = {"latency": visit, "base": base, "curve": curve, "trial": trial}
+TASKS = {"latency": visit, "static cache": static_cache.visit, "base": base, "curve": curve, "trial": trial}
 
 
 def main() -> int:

@@ -1,0 +1,7 @@
+"""`python -m plugins`."""
+
+import sys
+
+from plugins.cli import main
+
+sys.exit(main())

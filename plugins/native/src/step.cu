@@ -1,0 +1,337 @@
+// What every op's step shares; see step.cuh.
+#include "step.cuh"
+
+#include <cstdarg>
+#include <cstdio>
+
+#include "flash.cuh"
+
+namespace kvpack {
+namespace {
+
+thread_local char message[512] = "";
+
+// -- a decode step
+
+template <int D> constexpr int BEGIN_WARPS = D > 128 ? 4 : 11;  // 11 tiles hold 4 sinks, a window of 128 and a block
+constexpr int TURNED_TOGETHER = 8;  // rows whose cosines and sines are on their way at a time
+
+// A block does one KV head of one sequence. attend: whether to the exact rows, too.
+template <class T, int D>
+__global__ void __launch_bounds__(32 * BEGIN_WARPS<D>)
+    decode_begin_kernel(ExactRows exact, kvpack_step step, Decode decode, Rope rope, Scale scale, int group, int window,
+                        int attend) {
+  constexpr int WARPS = BEGIN_WARPS<D>, STRIDE = TILE_STRIDE<D>;
+  let_next_kernel_start();
+  KVPACK_DYNAMIC_SHARED(shared);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, h = blockIdx.x, b = blockIdx.y;
+  T *const query = reinterpret_cast<T *>(shared);
+  T *const keys = query + (1 + 2 * warp) * TILE_SIZE<D>;  // a tile of each warp
+  T *const values = keys + TILE_SIZE<D>;
+  const int pair = b * gridDim.x + h, head0 = pair * group;
+  const int past = step.past_len[b], rows = exact.geometry.sinks + exact.geometry.window + exact.geometry.block;
+  const bool real = step.new_len[b] > 0;
+  const int64_t start = b * exact.batch_stride + h * exact.head_stride;
+  const T *new_key = static_cast<const T *>(step.k) + int64_t(pair) * D;
+  const T *new_value = static_cast<const T *>(step.v) + int64_t(pair) * D;
+  if (threadIdx.x == 0) decode.counter[pair] = 0;
+
+  // Row n < old is exact row n, row `old` the new token. A lane knows the position of one row of the tile, -1 when it
+  // is not to be seen.
+  const int old = attend ? rows : 0, tiles = real ? old / TILE_ROWS + 1 : 0;
+  auto position_of = [&](int tile) {
+    const int row = tile * TILE_ROWS + lane % TILE_ROWS;
+    const int position = row < old ? exact_position(exact.geometry, row, past) : row == old ? past : -1;
+    return window && position <= past - window ? -1 : position;
+  };
+  auto copy = [&](int tile, uint32_t visible, T *to, const void *from, const T *fresh) {
+    auto start_of = [&](int n) {
+      const int row = tile * TILE_ROWS + n;
+      return row < old ? static_cast<const T *>(from) + start + row * exact.row_stride : fresh;
+    };
+    if (tile < tiles && visible) copy_some_rows<T, D>(to, visible, start_of, fresh);
+    copy_async_commit();
+  };
+  int tile = warp, position = position_of(tile);
+  uint32_t visible = __ballot_sync(~0u, position >= 0) & 0xFFFF;
+  copy(tile, visible, keys, exact.k, new_key);
+  copy(tile, visible, values, exact.v, new_value);
+
+  const T *q = static_cast<const T *>(step.q) + int64_t(head0) * D;
+  for (int n = threadIdx.x; n < TILE_ROWS * D; n += WARPS * 32) {
+    const int head = n / D, d = n % D;
+    T x = from_float<T>(0);
+    if (head < group) {
+      x = from_float<T>(turned(rope, q + head * D, d, past));
+      static_cast<T *>(decode.query)[int64_t(head0 + head) * D + d] = x;
+    }
+    query[head * STRIDE + d] = x;
+  }
+  __syncthreads();
+
+  Running<D> running;
+  while (tile < tiles) {
+    float s[2][4];
+    copy_async_wait<1>();
+    __syncwarp();
+    if (visible) {
+      const uint32_t turn = exact.rotated ? visible & __ballot_sync(~0u, tile * TILE_ROWS + lane == old) : visible;
+      for (int first = 0; first < TILE_ROWS; first += TURNED_TOGETHER) {
+        if (!(turn >> first & ((1u << TURNED_TOGETHER) - 1))) continue;
+        int64_t at[TURNED_TOGETHER];
+#pragma unroll
+        for (int n = 0; n < TURNED_TOGETHER; ++n) at[n] = rope_row(rope, __shfl_sync(~0u, position, first + n));
+        for (int i = lane; i < rope.half; i += 32) {
+          float2 angle[TURNED_TOGETHER];
+#pragma unroll
+          for (int n = 0; n < TURNED_TOGETHER; ++n) angle[n] = make_float2(rope.cos[at[n] + i], rope.sin[at[n] + i]);
+#pragma unroll
+          for (int n = 0; n < TURNED_TOGETHER; ++n) {
+            if (!(turn >> (first + n) & 1)) continue;
+            T *row = keys + (first + n) * STRIDE;
+            const float2 two = turn_pair(to_float(row[i]), to_float(row[i + rope.half]), angle[n].x, angle[n].y);
+            row[i] = from_float<T>(two.x);
+            row[i + rope.half] = from_float<T>(two.y);
+          }
+        }
+      }
+      __syncwarp();
+      multiply_keys<T, D>(s, query, keys);
+      __syncwarp();
+    }
+    const uint32_t seen = visible;
+    tile += WARPS;
+    position = position_of(tile);
+    visible = __ballot_sync(~0u, position >= 0) & 0xFFFF;
+    copy(tile, visible, keys, exact.k, new_key);
+    if (seen) weigh_keys<D>(running, s, seen, scale);
+    copy_async_wait<1>();
+    __syncwarp();
+    if (seen) add_values<T, D>(running, s, values);
+    __syncwarp();
+    copy(tile, visible, values, exact.v, new_value);
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  float *const free = reinterpret_cast<float *>(query + TILE_SIZE<D>);
+  combine_warps<D, WARPS>(running, free, decode, head0, group, decode.splits);
+
+  const int row = exact_row(exact.geometry, past);
+  if (real && row < rows)  // never a row that was read: it is empty, encoded, or has left the sliding window
+    for (int d = threadIdx.x; d < D; d += WARPS * 32) {
+      const int64_t at = start + row * exact.row_stride + d;
+      static_cast<T *>(exact.k)[at] = exact.rotated ? from_float<T>(turned(rope, new_key, d, past)) : new_key[d];
+      static_cast<T *>(exact.v)[at] = new_value[d];
+    }
+}
+
+int begin(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const Decode &decode,
+          bool attend) {
+  return choose(layer, [&](auto type, auto size) {
+    using T = typename decltype(type)::type;
+    constexpr int D = decltype(size)::value, WARPS = BEGIN_WARPS<D>;
+    const size_t shared = (1 + 2 * WARPS) * TILE_SIZE<D> * sizeof(T);
+    static_assert(2 * TILE_SIZE<D> * sizeof(T) >= (16 * D + 32) * sizeof(float));
+    const int error = launch(decode_begin_kernel<T, D>, dim3(layer.num_kv_heads, step.batch), dim3(32 * WARPS), shared,
+                             step.stream, exact, step, decode, rope_of(layer, step), Scale{layer.scale, layer.softcap},
+                             layer.num_heads / layer.num_kv_heads, layer.sliding_window, int(attend));
+    return launched(error, "decode_begin");
+  });
+}
+
+// -- a step of many tokens: a warp per row of D numbers
+
+constexpr int ROW_WARPS = 4;
+
+template <class T> KVPACK_D void copy_row(T *to, const T *from, int size) {  // rows are 16-byte aligned
+  for (int n = threadIdx.x & 31; n < size / 8; n += 32)
+    reinterpret_cast<uint4 *>(to)[n] = reinterpret_cast<const uint4 *>(from)[n];
+}
+template <class T> KVPACK_D void turn_row(T *to, const T *from, int size, const Rope &rope, int position) {
+  for (int n = threadIdx.x & 31; n < size; n += 32) to[n] = from_float<T>(turned(rope, from, n, position));
+}
+
+// Grid (S / ROW_WARPS, Hq + H, B).
+template <class T, int D>
+__global__ void rotate_new_kernel(kvpack_step step, Rope rope, T *query, T *key, int heads, int kv_heads) {
+  const int s = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), b = blockIdx.z;
+  if (s >= step.length) return;
+  const bool is_query = int(blockIdx.y) < heads;
+  const int64_t head = is_query ? int64_t(b) * heads + blockIdx.y : int64_t(b) * kv_heads + blockIdx.y - heads;
+  const int64_t at = (head * step.length + s) * D;
+  const T *from = static_cast<const T *>(is_query ? step.q : step.k) + at;
+  turn_row((is_query ? query : key) + at, from, D, rope, step.past_len[b] + s);
+}
+
+// Grid ((exact rows + S) / ROW_WARPS, H, B).
+template <class T, int D>
+__global__ void restore_exact_kernel(ExactRows exact, kvpack_step step, Rope rope, const T *key, T *dense_k, T *dense_v,
+                                     int rows, int window) {
+  const int item = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), h = blockIdx.y, b = blockIdx.z;
+  const int old = exact.geometry.sinks + exact.geometry.window + exact.geometry.block, past = step.past_len[b];
+  const int64_t head = int64_t(b) * gridDim.y + h;
+  const int position = item < old ? exact_position(exact.geometry, item, past) : past + item - old;
+  const int row = position - (window ? max(past - window, 0) : 0);
+  if (position < 0 || position >= past + step.new_len[b] || row < 0 || row >= rows) return;
+  T *to_k = dense_k + (head * rows + row) * D, *to_v = dense_v + (head * rows + row) * D;
+  if (item < old) {
+    const int64_t at = b * exact.batch_stride + h * exact.head_stride + item * exact.row_stride;
+    const T *from = static_cast<const T *>(exact.k) + at;
+    if (exact.rotated) copy_row(to_k, from, D); else turn_row(to_k, from, D, rope, position);
+    copy_row(to_v, static_cast<const T *>(exact.v) + at, D);
+  } else {
+    const int64_t at = (head * step.length + item - old) * D;
+    copy_row(to_k, key + at, D);
+    copy_row(to_v, static_cast<const T *>(step.v) + at, D);
+  }
+}
+
+// Grid (S / ROW_WARPS, H, B).
+template <class T, int D> __global__ void store_exact_kernel(ExactRows exact, kvpack_step step, const T *key) {
+  const int s = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), h = blockIdx.y, b = blockIdx.z;
+  const int count = step.new_len[b], position = step.past_len[b] + s;
+  const int ring = exact.geometry.window + exact.geometry.block;
+  const int row = exact_row(exact.geometry, position);
+  if (s >= count || row >= exact.geometry.sinks + ring) return;
+  if (position >= exact.geometry.sinks && s < count - ring) return;  // a later token takes the row
+  const int64_t from = ((int64_t(b) * gridDim.y + h) * step.length + s) * D;
+  const int64_t to = b * exact.batch_stride + h * exact.head_stride + row * exact.row_stride;
+  copy_row(static_cast<T *>(exact.k) + to, key + from, D);
+  copy_row(static_cast<T *>(exact.v) + to, static_cast<const T *>(step.v) + from, D);
+}
+
+unsigned row_blocks(int64_t rows) { return unsigned((rows + ROW_WARPS - 1) / ROW_WARPS); }
+
+bool aligned(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+}  // namespace
+
+int fail(int code, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(message, sizeof(message), format, arguments);
+  va_end(arguments);
+  return code;
+}
+
+int launched(int error, const char *what) {
+#ifndef KVPACK_EMULATE
+  if (error) return fail(KVPACK_CUDA, "%s: %s", what, cudaGetErrorString(cudaError_t(error)));
+#endif
+  return error ? fail(KVPACK_CUDA, "%s: CUDA error %d", what, error) : KVPACK_OK;
+}
+
+int check_layer(const kvpack_layer &layer) {
+  const int d = layer.head_dim;
+  if (layer.dtype != KVPACK_FP16 && layer.dtype != KVPACK_BF16)
+    return fail(KVPACK_UNSUPPORTED, "dtype %d is neither fp16 nor bf16", layer.dtype);
+  if (d != 64 && d != 96 && d != 128 && d != 256)
+    return fail(KVPACK_UNSUPPORTED, "head_dim %d is not 64, 96, 128 or 256", d);
+  if (layer.num_kv_heads < 1 || layer.num_heads < 1 || layer.num_heads % layer.num_kv_heads)
+    return fail(KVPACK_BAD_ARGUMENT, "%d query heads do not divide among %d KV heads", layer.num_heads,
+                layer.num_kv_heads);
+  if (layer.num_heads / layer.num_kv_heads > 16)
+    return fail(KVPACK_UNSUPPORTED, "%d query heads per KV head are more than 16",
+                layer.num_heads / layer.num_kv_heads);
+  if (layer.rotary_dim < 0 || layer.rotary_dim > d || layer.rotary_dim % 2)
+    return fail(KVPACK_BAD_ARGUMENT, "rotary_dim %d is not an even number from 0 to head_dim %d", layer.rotary_dim, d);
+  if (layer.sliding_window < 0 || !(layer.softcap >= 0))
+    return fail(KVPACK_BAD_ARGUMENT, "sliding_window %d or softcap %g is negative", layer.sliding_window,
+                layer.softcap);
+  return KVPACK_OK;
+}
+
+int check_geometry(const kvpack_layer &layer, const kvpack_geometry &geometry) {
+  if (layer.sliding_window)
+    return fail(KVPACK_UNSUPPORTED, "a layer with a sliding window of %d is never compressed", layer.sliding_window);
+  if (geometry.sinks < 0 || geometry.window < 1 || geometry.block < 1)
+    return fail(KVPACK_BAD_ARGUMENT, "sinks=%d, window=%d, block=%d: sinks must be >= 0, the others >= 1",
+                geometry.sinks, geometry.window, geometry.block);
+  return KVPACK_OK;
+}
+
+int check_step(const kvpack_layer &layer, const kvpack_step &step) {
+  if (const int code = check_layer(layer)) return code;
+  if (step.batch < 1 || step.length < 1 || step.live < 0 || step.encode < 0)
+    return fail(KVPACK_BAD_ARGUMENT, "batch=%d, length=%d, live=%d, encode=%d: batch and length must be >= 1, none < 0",
+                step.batch, step.length, step.live, step.encode);
+  if (step.batch > 65535 || layer.num_heads + layer.num_kv_heads > 65535)
+    return fail(KVPACK_UNSUPPORTED, "a batch of %d or %d heads is more than a grid takes", step.batch, layer.num_heads);
+  if (!step.q || !step.k || !step.v || !step.out || !step.past_len || !step.new_len)
+    return fail(KVPACK_BAD_ARGUMENT, "q, k, v, out, past_len and new_len must not be null");
+  if (!aligned(step.q) || !aligned(step.k) || !aligned(step.v) || !aligned(step.out))
+    return fail(KVPACK_BAD_ARGUMENT, "q, k, v and out must be 16-byte aligned");
+  if (step.encode && (!step.enc_src || !step.enc_dst))
+    return fail(KVPACK_BAD_ARGUMENT, "enc_src and enc_dst must not be null when %d rows are to be encoded",
+                step.encode);
+  if (layer.rotary_dim && (!step.cos || !step.sin || step.rope_rows < 1))
+    return fail(KVPACK_BAD_ARGUMENT, "rotary_dim %d needs cos and sin tables", layer.rotary_dim);
+  return KVPACK_OK;
+}
+
+int check_workspace(const kvpack_step &step, size_t needed) {
+  if (!needed) return KVPACK_OK;
+  if (!step.workspace || step.workspace_bytes < needed)
+    return fail(KVPACK_WORKSPACE, "the workspace has %zu bytes, %zu are needed",
+                step.workspace ? step.workspace_bytes : 0, needed);
+  if (reinterpret_cast<uintptr_t>(step.workspace) % 256)
+    return fail(KVPACK_WORKSPACE, "the workspace is not 256-byte aligned");
+  return KVPACK_OK;
+}
+
+Decode carve_decode(Carver &carver, const kvpack_layer &layer, int batch, int splits) {
+  const size_t heads = size_t(batch) * layer.num_heads, slots = heads * (splits + 1);
+  Decode decode{};
+  decode.query = carver.take<uint16_t>(heads * layer.head_dim);
+  decode.partial = carver.take<float>(slots * layer.head_dim);
+  decode.mass = carver.take<float2>(slots);
+  decode.counter = carver.take<unsigned>(size_t(batch) * layer.num_kv_heads);
+  decode.splits = splits;
+  return decode;
+}
+
+int decode_begin(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const Decode &decode) {
+  return begin(layer, step, exact, decode, true);
+}
+int decode_append(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const Decode &decode) {
+  return begin(layer, step, exact, decode, false);
+}
+
+int rotate_new(const kvpack_layer &layer, const kvpack_step &step, void *query, void *key) {
+  return choose(layer, [&](auto type, auto size) {
+    using T = typename decltype(type)::type;
+    const dim3 grid(row_blocks(step.length), layer.num_heads + layer.num_kv_heads, step.batch);
+    const int error = launch(rotate_new_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0, step.stream,
+                             step, rope_of(layer, step), static_cast<T *>(query), static_cast<T *>(key),
+                             layer.num_heads, layer.num_kv_heads);
+    return launched(error, "rotate_new");
+  });
+}
+
+int restore_exact(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const void *key,
+                  void *dense_k, void *dense_v, int rows) {
+  return choose(layer, [&](auto type, auto size) {
+    using T = typename decltype(type)::type;
+    const int64_t old = int64_t(exact.geometry.sinks) + exact.geometry.window + exact.geometry.block;
+    const dim3 grid(row_blocks(old + step.length), layer.num_kv_heads, step.batch);
+    const int error = launch(restore_exact_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0, step.stream,
+                             exact, step, rope_of(layer, step), static_cast<const T *>(key), static_cast<T *>(dense_k),
+                             static_cast<T *>(dense_v), rows, layer.sliding_window);
+    return launched(error, "restore_exact");
+  });
+}
+
+int store_exact(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const void *key) {
+  return choose(layer, [&](auto type, auto size) {
+    using T = typename decltype(type)::type;
+    const dim3 grid(row_blocks(step.length), layer.num_kv_heads, step.batch);
+    const int error = launch(store_exact_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0, step.stream,
+                             exact, step, static_cast<const T *>(exact.rotated ? key : step.k));
+    return launched(error, "store_exact");
+  });
+}
+
+}  // namespace kvpack
+
+extern "C" const char *kvpack_last_error(void) { return kvpack::message; }
+extern "C" int32_t kvpack_abi(void) { return KVPACK_ABI; }

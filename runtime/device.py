@@ -1,0 +1,144 @@
+"""Memory of an NVIDIA GPU, through the driver's library, which every machine with such a GPU has.
+
+ONNX Runtime's own arena for values made in Python doubles as it grows and never gives anything back, copies only whole
+tensors, and knows no bfloat16: a cache of many gigabytes needs memory of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from typing import Protocol
+
+import numpy as np
+
+from plugins.errors import UserError
+
+LIBRARY = "libcuda.so.1"
+OUT_OF_MEMORY = 2
+PORTABLE = 1  # pinned memory that is pinned for every context
+
+
+class Memory(Protocol):
+    """Memory that holds tensors for ONNX Runtime's `provider`; addresses are plain numbers."""
+
+    provider: str  # as IOBinding names it
+
+    def allocate(self, nbytes: int) -> int:
+        """Raises MemoryError."""
+
+    def free(self, address: int) -> None: ...
+
+    def zero(self, address: int, nbytes: int) -> None: ...
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        """Copy a contiguous array to `address`; it may change as soon as this returns."""
+
+    def download(self, address: int, array: np.ndarray) -> None:
+        """Fill a contiguous array from `address`."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Within the memory. Not finished until `finish`."""
+
+    def finish(self) -> None:
+        """Wait for copies."""
+
+    def staging(self, nbytes: int) -> np.ndarray:
+        """Host memory, uint8 [nbytes], that is quick to copy from and to."""
+
+    def free_bytes(self) -> int: ...
+
+
+class Device:
+    """The first CUDA device. Allocations live in its primary context, which ONNX Runtime uses too."""
+
+    provider = "cuda"
+
+    def __init__(self) -> None:
+        """Raises UserError when there is no driver or no device."""
+        try:
+            self._driver = ctypes.CDLL(LIBRARY)
+        except OSError:
+            raise UserError(f"there is no {LIBRARY}: install NVIDIA's driver, or use --provider cpu.") from None
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", ctypes.c_uint(0))
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # kept: it goes with the process
+
+    def allocate(self, nbytes: int) -> int:
+        address = ctypes.c_uint64()
+        self._here("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1)))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._here("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def zero(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            self._here("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+            self.finish()  # ONNX Runtime's streams do not wait for the default one
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        if array.nbytes:
+            data = ctypes.c_void_p(_contiguous(array).ctypes.data)
+            self._here("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(array.nbytes))
+            self.finish()  # a copy from pageable memory may still be on its way
+
+    def download(self, address: int, array: np.ndarray) -> None:
+        if array.nbytes:
+            data = ctypes.c_void_p(_contiguous(array).ctypes.data)
+            self._here("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes))
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        if nbytes:
+            places = ctypes.c_uint64(target), ctypes.c_uint64(source)
+            self._here("cuMemcpyDtoD_v2", *places, ctypes.c_size_t(nbytes))
+
+    def finish(self) -> None:
+        self._here("cuStreamSynchronize", ctypes.c_void_p(0))  # everything here is on the default stream
+
+    def staging(self, nbytes: int) -> np.ndarray:
+        address = ctypes.c_void_p()
+        self._here("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1)), ctypes.c_uint(PORTABLE))
+        memory = (ctypes.c_ubyte * nbytes).from_address(address.value)
+        array = np.frombuffer(memory, np.uint8)
+        weakref.finalize(memory, self._driver.cuMemFreeHost, address)  # `array` and its views keep `memory`
+        return array
+
+    def free_bytes(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._here("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+    def _here(self, name: str, *arguments: object) -> None:
+        self._call("cuCtxSetCurrent", self._context)  # of the calling thread
+        self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._driver, name)(*arguments)
+        if status == OUT_OF_MEMORY:
+            raise MemoryError("the GPU is out of memory")
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+            reason = text.value.decode() if text.value else f"error {status}"
+            raise UserError(f"the GPU cannot be used ({name}: {reason}): check nvidia-smi, or use --provider cpu.")
+
+
+_devices: list[Device] = []
+_opening = threading.Lock()
+
+
+def device() -> Device:
+    """The one Device of this process. Raises UserError."""
+    with _opening:
+        if not _devices:
+            _devices.append(Device())
+        return _devices[0]
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    if not array.flags.c_contiguous:
+        raise ValueError("only contiguous arrays can be copied")
+    return array
