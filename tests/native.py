@@ -7,49 +7,55 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from calib.gguf import cache_folder
+from plugins.cache import cache_folder
 from plugins.layer import LayerSpec
 from plugins.native.abi import BF16, FP16, Layer, Library
+from plugins.native.build import cuda_include
 
 ROOT = Path(__file__).parent.parent / "plugins" / "native"
 EMULATOR = Path(__file__).parent / "emulator"
 DTYPES = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
-def emulated(names: Iterable[str] = ()) -> Library:
-    """The kernels of src/<name>.cu (all of them by default), compiled to run on this CPU."""
-    sources = sorted(ROOT.glob("src/*.cu")) if not names else [ROOT / "src" / f"{name}.cu" for name in names]
-    inputs = [*sources, *ROOT.glob("src/*.cuh"), ROOT / "kvpack.h", *EMULATOR.glob("*")]
-    digest = hashlib.sha256(b"".join(p.name.encode() + p.read_bytes() for p in sorted(inputs))).hexdigest()[:16]
+def emulated() -> Library:
+    """The kernels, compiled to run on this CPU; each source file once, until it or a header changes."""
+    include = cuda_include()
+    if include is None:
+        pytest.skip('there are no CUDA headers: pip install "kvpack[native]"')
+    headers = [*ROOT.glob("src/*.cuh"), ROOT / "kvpack.h", *EMULATOR.glob("*.h")]
+    flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-DKVPACK_EMULATE", f"-I{include}", f"-I{ROOT}"]
+    flags += [f"-I{ROOT / 'src'}", f"-I{EMULATOR}"]
     folder = cache_folder() / "emulated"
     folder.mkdir(parents=True, exist_ok=True)
-    out = folder / f"libkvpack-{digest}.so"
-    if not out.is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-DKVPACK_EMULATE", f"-I{cuda_include()}", f"-I{ROOT}"]
-            flags += [f"-I{ROOT / 'src'}", f"-I{EMULATOR}"]
-            objects, jobs = [], []
-            for n, source in enumerate(sources):
-                objects.append(f"{work}/{source.stem}.o")
-                main = ["-DKVPACK_EMULATOR_MAIN"] if n == 0 else []
-                jobs.append(subprocess.Popen(["g++", *flags, *main, "-x", "c++", "-c", source, "-o", objects[-1]]))
-            assert not any(job.wait() for job in jobs), "the kernels do not compile"
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+
+        def compiled(source: Path) -> Path:
+            out = folder / f"{source.stem}-{digest([source, *headers])}.o"
+            if not out.is_file():
+                made = f"{work}/{out.name}"
+                subprocess.run(["g++", *flags, "-x", "c++", "-c", source, "-o", made], check=True)
+                os.replace(made, out)
+            return out
+
+        sources = [EMULATOR / "main.cc", *sorted(ROOT.glob("src/*.cu"))]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, sources))
+        out = folder / f"libkvpack-{digest(objects)}.so"
+        if not out.is_file():
             subprocess.run(["g++", "-shared", *objects, "-o", f"{work}/out.so"], check=True)
             os.replace(f"{work}/out.so", out)
     return Library(out)
 
 
-def cuda_include() -> str:
-    """Where cuda_fp16.h is."""
-    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
-        if home and (Path(home) / "include" / "cuda_fp16.h").is_file():
-            return f"{home}/include"
-    raise FileNotFoundError("no CUDA headers: set CUDA_HOME")
+def digest(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(p.name.encode() + p.read_bytes() for p in sorted(files))).hexdigest()[:16]
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -22,15 +22,13 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 BARS = {HALF: 5e-3, BFLOAT: 1e-2}
 TIE = 1e-4
 CAPACITY = 320
-PARTS = ("encode", "latent", "nearest", "restore", "decode")
-NAMES = ("deltakv", *(f"deltakv_{part}" for part in PARTS), "step", "prefill")
 SMALL = {"head_dim": 64, "kv_heads": 2, "latents": "32x4", "stride": 5, "neighbors": 2, "full_layers": (),
          "sinks": 4, "window": 16, "block": 8}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def library():
-    return emulated(NAMES)
+    return emulated()
 
 
 def rope_tables(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ KINDS = {torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT1
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    return native.emulated(["dense", "step", "prefill", "select"])
+    return native.emulated()
 
 
 def spec(head_dim: int, heads: int, group: int, softcap: float = 0.0, window: int = 0, rotary: int = -1) -> LayerSpec:

@@ -17,7 +17,6 @@ from plugins.native import nodes
 from plugins.native.abi import Library
 from plugins.native.layer import NativeLayer
 
-SOURCES = ("step", "prefill", "intkv", "intkv_encode", "intkv_decode")
 LIMIT, CAPACITY = 512, 448
 BARS = {torch.float16: 5e-3, torch.bfloat16: 1e-2}
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -31,7 +30,7 @@ POST = {"key_space": "post_rope"}
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    return emulated(SOURCES)
+    return emulated()
 
 
 @dataclass

@@ -20,7 +20,7 @@ BAR = {torch.float16: 5e-3, torch.bfloat16: 1e-2}
 
 @cache
 def library() -> Library:
-    return native.emulated(["prefill", "step"])
+    return native.emulated()
 
 
 def internal(library: Library, name: str) -> Any:

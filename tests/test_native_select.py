@@ -21,7 +21,7 @@ GEOMETRY = Geometry(sinks=3, window=5, block=4)
 
 @cache
 def library() -> Library:
-    return native.emulated(["select", "step"])
+    return native.emulated()
 
 
 def select(

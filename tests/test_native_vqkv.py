@@ -16,7 +16,6 @@ from plugins.vqkv import onnx_body
 from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.reference import LayerCache, LayerCodec, Quantiser, byte_values, stored_rows
 
-SOURCES = ("step", "prefill", "vqkv", "vqkv_encode", "vqkv_decode", "vqkv_restore", "vqkv_table")
 LIMIT, CAPACITY, TIE = 512, 448, 1e-4
 BARS = {torch.float16: 5e-3, torch.bfloat16: 1e-2}
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -26,7 +25,7 @@ STEPS = [[60, 33], [1, 1], [1, 0], [21, 40], [1, 1], [0, 5], [1, 1]]
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    return emulated(SOURCES)
+    return emulated()
 
 
 @dataclass

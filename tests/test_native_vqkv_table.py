@@ -18,14 +18,13 @@ from plugins.vqkv.config import VQKVConfig
 from plugins.vqkv.layout import TILE, permutation
 from plugins.vqkv.reference import LayerCodec, Quantiser, byte_values
 
-SOURCES = ("step", "prefill", "vqkv", "vqkv_encode", "vqkv_decode", "vqkv_restore", "vqkv_table")
 DIM, SINKS, WINDOW = 128, 2, 5
 BARS = {torch.float16: 5e-3, torch.bfloat16: 1e-2}
 
 
 @pytest.fixture(scope="module")
 def library() -> Library:
-    return emulated(SOURCES)
+    return emulated()
 
 
 @dataclass

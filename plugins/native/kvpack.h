@@ -65,7 +65,7 @@ typedef struct {
   const int32_t *select_len; /* [B]; NULL with `selected` NULL */
   int32_t select_width;      /* M */
   int32_t *selected;         /* [B, M]: the code rows with the largest softmax probability of any head, the lower of
-                                equals first in rank; when S > 1 all code rows 0 .. M - 1. NULL: not observed */
+                                equals, in ascending order; when S > 1 all code rows. NULL: not observed */
 } kvpack_dense;
 
 KVPACK_API size_t kvpack_dense_workspace(const kvpack_layer *, const kvpack_step *, const kvpack_dense *);

@@ -20,19 +20,20 @@ KVPACK_D void write_partials(const Decoding &d, int h, const float *latents, con
     if (part < parts) {
       float sum[4][8] = {};
       for (int first = part; first < values; first += TOGETHER * parts) {
-        Packed<8> rows[TOGETHER];
+        uint4 rows[TOGETHER];
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n)
-          rows[n] = load_packed<8>(matrix + int64_t(min(first + n * parts, values - 1)) * D);
+          rows[n] = load_streamed(reinterpret_cast<const uint4 *>(matrix + int64_t(min(first + n * parts, values - 1)) * D));
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n) {
           const int at = first + n * parts;
           if (at >= values) break;
           const float4 y = *reinterpret_cast<const float4 *>(latents + sum_at(at) + head);
           const float weight[4] = {y.x, y.y, y.z, y.w};
+          const uint32_t pairs[4] = {rows[n].x, rows[n].y, rows[n].z, rows[n].w};
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float2 two = unpack2<T>(rows[n].pair[e]);
+            const float2 two = unpack2<T>(pairs[e]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) sum[i][2 * e] += weight[i] * two.x, sum[i][2 * e + 1] += weight[i] * two.y;
           }
@@ -64,6 +65,7 @@ template <class T, int D, bool RESIDENT>
 __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(const __grid_constant__ Decoding d) {
   using Shape = Tile<D>;
   constexpr int ROWS = Shape::ROWS, BLOCKS = Shape::BLOCKS;
+  constexpr bool EARLY = RESIDENT && STAGES == 2;
   KVPACK_DYNAMIC_SHARED(shared);
   const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
   const int team = int(threadIdx.x) / 128, teams = int(blockDim.x) / 128;
@@ -78,8 +80,9 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
   const int tiles = (rows + ROWS - 1) / ROWS;
   const int begin = int(int64_t(tiles) * split / used), end = int(int64_t(tiles) * (split + 1) / used);
   const int thread = int(threadIdx.x) % 128, values = d.latents.count * SLOT;
-  const Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
-                  shared + d.layout.teams + team * d.layout.team_bytes};
+  Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
+                  nullptr, nullptr};
+  w.shared = shared + d.layout.teams + team * d.layout.team_bytes;
   const int pieces = values * D / 8;  // of 16 bytes
   const uint4 *matrix = d.to_key + int64_t(h) * pieces;
   float2 *stats = reinterpret_cast<float2 *>(shared);  // [MAX_TEAMS, HEADS]
@@ -92,10 +95,10 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
   for (int first = 0; first < passes * HEADS; first += HEADS) {
     const int heads = min(d.merge.group - first, HEADS);
     const int64_t head0 = int64_t(b * d.merge.kv_heads + h) * d.merge.group + first;
-    int row = first_row < last_row ? fetched_row<Shape>(d, w, first_row) : -1;
+    w.tile = w.shared + d.layout.tile;
+    Fetched<T, Shape> fetched;
+    fetch<T, Shape>(d, w, first_row < last_row ? fetched_row<Shape>(d, w, first_row) : -1, fetched);
     int next = first_row + rows_on < last_row ? fetched_row<Shape>(d, w, first_row + rows_on) : -1;
-    int ordinals[ORDINALS<Shape>];
-    fetch_ordinals<Shape>(d, w, row, ordinals);
     if (first == 0) {
       if (RESIDENT)
         for (int i = threadIdx.x; i < pieces; i += blockDim.x)
@@ -106,38 +109,41 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       const T *values_matrix = static_cast<const T *>(d.to_value) + int64_t(h) * values * D;
       prefetch_lines(values_matrix, values * D * 2, int(threadIdx.x) * used + split, int(blockDim.x) * used);
     }
-    prefetch_rows<T, Shape>(d, w, row, ordinals);
+    prefetch_rows<T, Shape>(d, w, fetched);
     float *own_sums = latent_sums + team * sum_at(values);
     if (!RESIDENT)
       for (int i = thread; i < sum_at(values); i += 128) own_sums[i] = 0;
     if (!RESIDENT && codes_of(d.latents.slots[0]) == Codes::WHOLE)  // filling meets zeros, but must be numbers
       for (int i = thread; i < ROWS * d.latents.stride / 16; i += 128)
-        reinterpret_cast<uint4 *>(w.shared + d.layout.codes)[i] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4 *>(w.tile + d.layout.codes)[i] = make_uint4(0, 0, 0, 0);
     float2 *own_stats = stats + team * HEADS;
-    float *means = reinterpret_cast<float *>(w.shared + d.layout.means) + thread;
     if (thread < HEADS) own_stats[thread] = make_float2(NOTHING, 0);
-#pragma unroll
-    for (int n = 0; n < Shape::EACH * 2; ++n) means[n * 128] = 0;
-    if (first_row < last_row) stage<T, Shape>(d, w, row, ordinals);
+    const auto stage_fetched = [&](int at) {  // and fetches what is to be staged next, of rows `at` and on
+      stage<T, Shape>(d, w, fetched);
+      fetch<T, Shape>(d, w, next, fetched);
+      next = at + rows_on < last_row ? fetched_row<Shape>(d, w, at + rows_on) : -1;
+    };
+    if (first_row < last_row) stage_fetched(first_row + rows_on);
     copy_async_wait<0>();
     __syncthreads();
 
+    float means[Shape::EACH / 2][4] = {};
     float y[RESIDENT ? SLOTS_EACH : 1][2][4] = {};
 #pragma unroll 1
     for (int at = first_row; at < last_row; at += rows_on) {
-      if (at != first_row) {
-        stage<T, Shape>(d, w, row, ordinals);
-        meet(w);
+      unsigned char *tile = w.tile;
+      prefetch_rows<T, Shape>(d, w, fetched);
+      if (EARLY && at + rows_on < last_row) {
+        w.tile = w.shared + d.layout.tile + (tile == w.shared + d.layout.tile ? d.layout.tile_bytes : 0);
+        stage_fetched(at + 2 * rows_on);
+        unsigned char *other = w.tile;
+        w.tile = tile, tile = other;
       }
-      row = next;
-      fetch_ordinals<Shape>(d, w, row, ordinals);
-      next = at + 2 * rows_on < last_row ? fetched_row<Shape>(d, w, at + 2 * rows_on) : -1;
       Values<Shape> reference_values[1];
       {
         float keys[2][BLOCKS][4], unit[4];
         const uint4 *nearest = RESIDENT ? reinterpret_cast<const uint4 *>(shared + d.layout.matrix) : matrix;
         rebuild<T, Shape, !RESIDENT>(d, w, nearest, offsets, keys, unit);
-        prefetch_rows<T, Shape>(d, w, row, ordinals);
         if (at == first_row) {
           wait_for_previous_kernel();
           load_query<T, Shape>(d, w, query, head0, heads);
@@ -145,7 +151,8 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
         }
         score<T, Shape, RESIDENT>(d, w, query, keys, unit);
       }
-      if (w.warp < Shape::SUMMING) load_values<T, Shape>(d, w, 0, reference_values[0]);
+      if (w.warp < Shape::SUMMING)
+        load_values<T, Shape>(d, w, 0, reference_values[0]);
       meet(w);
       weigh_rows<T, Shape>(d, w, heads, own_stats);
       meet(w);
@@ -156,14 +163,14 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       for (int n = 0; n < ROWS / 8; ++n)
         weights[n / 2][n % 2] = *reinterpret_cast<const uint32_t *>(stored + n * 8);
       const float2 factor = reinterpret_cast<const float2 *>(w.shared + d.layout.factor)[w.lane % 4];
-      if (w.warp < Shape::SUMMING) sum_references<T, Shape>(d, w, weights, factor, reference_values);
+      if (w.warp < Shape::SUMMING) sum_references<T, Shape>(d, w, weights, factor, reference_values, means);
       Scaled<T, Shape> scaled;
       int segment = -1;
       if constexpr (RESIDENT) {
 #pragma unroll
         for (int n = 0; n < SLOTS_EACH; ++n)
           if (n * 4 + w.warp < d.latents.count) {
-            const Slot &slot = d.latents.slots[n * 4 + w.warp];
+            const Slot slot = slot_of(d, n * 4 + w.warp);
             if (slot.segment != segment) scale_weights<T, Shape>(d, w, slot, weights, scaled);
             segment = slot.segment;
             if (codes_of(slot) == Codes::SPLICED) sum_slot<T, Shape, Codes::SPLICED>(d, w, slot, scaled, factor, y[n]);
@@ -174,7 +181,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
           float *at = own_sums + sum_at(n * SLOT + w.lane / 4 * 4) + w.lane % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 8; ++e) y[0][e / 4][e % 4] = at[e / 2 * HEADS + e % 2];
-          const Slot &slot = d.latents.slots[n];
+          const Slot slot = slot_of(d, n);
           if (slot.segment != segment) scale_weights<T, Shape>(d, w, slot, weights, scaled);
           segment = slot.segment;
           const Codes codes = codes_of(slot);
@@ -185,6 +192,12 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
           for (int e = 0; e < 8; ++e) at[e / 2 * HEADS + e % 2] = y[0][e / 4][e % 4];
         }
       }
+      if (!EARLY && at + rows_on < last_row) {
+        meet(w);
+        stage_fetched(at + 2 * rows_on);
+      }
+      w.tile = tile;
+      copy_async_wait<0>();
       meet(w);
     }
 
@@ -192,10 +205,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
     // The teams' sums together, in order.
     __syncthreads();
     float *mean_sums = latent_sums + (RESIDENT ? 1 : teams) * sum_at(values), *reduce = mean_sums + HEADS * D;
-    float weight[2], own_means[Shape::EACH * 2];  // which the merged sums may cover
-#pragma unroll
-    for (int n = 0; n < Shape::EACH * 2; ++n) own_means[n] = means[n * 128];
-    __syncthreads();
+    float weight[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int head = w.lane % 4 * 2 + n;
@@ -212,7 +222,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
             for (int e = 0; e < 4; ++e) {
               const int column = (w.warp * 8 + w.lane / 4) * Shape::EACH + 2 * m + e / 2;
               float *at = mean_sums + (w.lane % 4 * 2 + e % 2) * D + column;
-              *at = (t ? *at : 0) + own_means[m * 4 + e] * weight[e % 2];
+              *at = (t ? *at : 0) + means[m][e] * weight[e % 2];
             }
         if constexpr (RESIDENT) {
 #pragma unroll
@@ -306,15 +316,16 @@ template <class Shape> Layout layout_of(const LatentSlots &latents, int neighbor
   l.matrix = l.sums = used;
   l.teams = l.matrix + (resident ? values * Shape::D * 2 : teams * sums * 4);
   used = 0;
-  l.query = take(Shape::D * 16);
   l.codes = take(Shape::ROWS * latents.stride);
-  l.scores = take(Shape::ACROSS * HEADS * (Shape::ROWS + 4) * 4);
-  l.weights = take(HEADS * (Shape::ROWS + 8) * 2);
   l.scales = take(latents.segments * Shape::ROWS * 2);
   l.references = take(Shape::ROWS * neighbors * 8);
   l.positions = take(Shape::ROWS * 4);
+  l.tile_bytes = used, used = 0;
+  l.query = take(Shape::D * 16);
+  l.scores = take(Shape::ACROSS * HEADS * (Shape::ROWS + 4) * 4);
+  l.weights = take(HEADS * (Shape::ROWS + 8) * 2);
   l.factor = take(HEADS * 4);
-  l.means = take(Shape::EACH * 2 * 128 * 4);
+  l.tile = take(l.tile_bytes * (resident ? STAGES : 1));  // a resident team stages a tile ahead
   l.team_bytes = used;
   const int finish = l.sums + ((resident ? 1 : teams) * sums + HEADS * Shape::D + teams * 128 * 32) * 4;
   l.total = max(l.teams + teams * l.team_bytes, finish);
@@ -331,7 +342,7 @@ template <class Shape> Plan plan_of(const kvpack_layer &layer, const LatentSlots
   const bool usual = latents.count <= 4 * SLOTS_EACH && latents.slots[0].bits < 16 &&
                      layer.rotary_dim / 2 % Shape::PIECE == 0 && layer.num_heads / layer.num_kv_heads <= HEADS;
   for (const bool resident : {true, false})
-    for (int teams = resident ? MAX_TEAMS : 2; teams > resident; --teams) {  // one alone would wait too often
+    for (int teams = MAX_TEAMS; teams > resident; --teams) {  // one alone would wait too often
       const Layout layout = layout_of<Shape>(latents, neighbors, teams, resident);
       if ((!resident || usual) && layout.total <= limit) return {teams, resident, layout};
     }

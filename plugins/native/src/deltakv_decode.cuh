@@ -10,7 +10,7 @@ namespace {
 
 constexpr int SLOT = 32, MAX_SLOTS = 80;
 
-struct Slot {
+struct alignas(8) Slot {
   uint16_t offset;  // of its strip in a staged row, in bytes
   int16_t first;    // value at its first place
   uint8_t real;     // so many places hold values, the rest is filling
