@@ -1,25 +1,31 @@
-"""An engine of a published model's shape with random weights, for measuring speed and memory without a download.
+"""Engines of a published model's shape with random weights: for measuring speed and memory without a download.
 
-python tests/shape_engine.py llama-3.1-8b --method vqkv --set layout=tiles --out engine
-With --share every layer's weights lie at one place of the file (not in the GPU's memory), which is thus small. With
---fit the tables are fitted instead, and the time that took is told.
+    python tests/shape_engine.py graph llama-3.1-8b --method vqkv --set layout=tiles --out vqkv/
+    python tests/shape_engine.py weights vqkv/
+
+`graph` traces a model that has the shape's layers and heads but is small otherwise, gives every tensor the shape's
+sizes and leaves the weights out: a minute, anywhere, and a few megabytes. `weights` makes them up, where the engine is
+to run. Tensors of one size share one place of the file, not of the GPU's memory. What such an engine generates means
+nothing.
+`config` writes the folder that `runtime bench latency --transformers` takes; `fit` times a fit at the shape's sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-import onnx_ir as ir
+import numpy as np
+import onnx
 import torch
 from engines import random_codec
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from calib.adapter import layer_specs
 from calib.fit import fit_codec
@@ -28,27 +34,127 @@ from calib.texts import default_text, read_texts
 from export.build import BuildOptions, write_engine
 from plugins.config import MethodConfig
 from plugins.methods import METHODS, config_class
+from runtime.artefact import write_config
 
 SHAPES = {
     "llama-3.1-8b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
     },
     "qwen2.5-7b": {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     },
 }  # fmt: skip
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+FULL_LAYERS = (0, 1, 2, 8, 18)  # of deltakv, as its paper has them for Llama-3.1-8B
+SMALL = {"hidden_size": 328, "intermediate_size": 456, "vocab_size": 648}  # numbers that mean nothing else in a graph
+INLINE = 1 << 16  # bytes of a tensor that stays in the graph
+DATA, REGIONS = "model.onnx.data", "regions.json"
+TORCH = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}  # by ONNX's numbers
 
 
-def model_of(config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A model of random weights whose layers are the first one's: parameters of their own over the same memory."""
-    torch.manual_seed(seed)
+def shape_config(shape: str, layers: int | None, max_length: int, **changes: int) -> PretrainedConfig:
+    settings = SHAPES[shape] | {"max_position_embeddings": max_length} | changes
+    return AutoConfig.for_model(**(settings | ({"num_hidden_layers": layers} if layers else {})))
+
+
+def method_config(method: str, model: PreTrainedModel, ratio: float | None, settings: Sequence[str]) -> MethodConfig:
+    specs, kind = layer_specs(model), config_class(method)
+    if method == "deltakv":
+        first = specs[0]
+        full = tuple(layer for layer in FULL_LAYERS if layer < len(specs) - 1)
+        latents = f"{first.num_kv_heads * first.head_dim // 2}x4"
+        return kind(first.head_dim, first.num_kv_heads, latents, full_layers=full).override(settings)
+    base = kind.for_layers(ratio or 0.172, specs) if method == "vqkv" else kind.for_layers(specs)
+    return base.override(settings)
+
+
+def graph(options: argparse.Namespace) -> None:
+    config = shape_config(options.shape, options.layers, options.max_length, **SMALL)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    codec = None
+    if options.method != "none":
+        codec = random_codec(model, method_config(options.method, model, options.ratio, options.settings))
+    loaded = LoadedModel(
+        model.requires_grad_(False), None, f"{options.shape} of random weights", options.out.parent, ""
+    )
+    build = BuildOptions(out=options.out, dtype=options.dtype, kv_dtype=options.dtype)
+    with tempfile.TemporaryDirectory() as small:
+        write_engine(Path(small), loaded, codec, build)
+        expand(Path(small), options.out, {SMALL[name]: SHAPES[options.shape][name] for name in SMALL})
+
+
+def expand(small: Path, out: Path, sizes: dict[int, int]) -> None:
+    """The engine of `small` with other sizes, its larger tensors left to `weights`."""
+    model = onnx.load(small / "model.onnx", load_external_data=False)
+    onnx.load_external_data_for_model(model, str(small))
+    regions: dict[tuple[tuple[int, ...], int], int] = {}
+    end = 0
+    for tensor in model.graph.initializer:
+        dims = tuple(sizes.get(dim, dim) for dim in tensor.dims)
+        nbytes = int(np.prod(dims, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        if dims == tuple(tensor.dims) and nbytes < INLINE:
+            resize(tensor, sizes)
+            continue
+        if (dims, tensor.data_type) not in regions:
+            regions[dims, tensor.data_type] = end
+            end += -(-nbytes // 4096) * 4096
+        place = {"location": DATA, "offset": regions[dims, tensor.data_type], "length": nbytes}
+        for field in ("dims", "raw_data", "external_data"):
+            tensor.ClearField(field)
+        tensor.dims.extend(dims)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.extend(onnx.StringStringEntryProto(key=k, value=str(v)) for k, v in place.items())
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                resize(attribute.t, sizes)
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_value"):
+                dim.dim_value = sizes.get(dim.dim_value, dim.dim_value)
+    config = json.loads((small / "config.json").read_text())
+    for spec in config["outputs"]:
+        spec["shape"] = [sizes.get(dim, dim) for dim in spec["shape"]]
+    config["model"]["vocab_size"] = sizes[config["model"]["vocab_size"]]
+    out.mkdir(parents=True)
+    (out / "model.onnx").write_bytes(model.SerializeToString())
+    (out / "config.json").write_text(json.dumps(config))
+    (out / REGIONS).write_text(json.dumps([[list(dims), kind, start] for (dims, kind), start in regions.items()]))
+
+
+def resize(tensor: onnx.TensorProto, sizes: dict[int, int]) -> None:
+    """The sizes among the numbers of a constant that is a shape."""
+    if tensor.data_type == onnx.TensorProto.INT64:
+        numbers = [sizes.get(int(n), int(n)) for n in onnx.numpy_helper.to_array(tensor).reshape(-1)]
+        tensor.CopyFrom(onnx.helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, numbers))
+
+
+def weights(folder: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    regions = folder / REGIONS
+    with open(folder / DATA, "wb") as file:
+        for dims, kind, start in json.loads(regions.read_text()):
+            numbers = torch.ones(dims) if len(dims) == 1 else torch.randn(dims, device=device) * 0.02
+            file.seek(start)
+            file.write(memoryview(numbers.to(TORCH[kind]).cpu().contiguous().view(torch.int8).numpy()).cast("B"))
+    regions.unlink()
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    write_config(folder, {name: value for name, value in config.items() if name not in ("files", "digest")})
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Fit a codec to options.out, on the GPU where there is one, and print the seconds it took.
+
+    The layers are the first one's: parameters of their own over the same memory, until they are moved.
+    """
+    config = shape_config(options.shape, options.layers, options.max_length)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     layers = model.model.layers
     parts = [layers[0], *(part for name, part in model.named_children() if name != "model")]
     parts += [part for name, part in model.model.named_children() if name not in ("layers", "rotary_emb")]
@@ -56,97 +162,50 @@ def model_of(config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> Pre
         part.to_empty(device="cpu")
         for name, parameter in part.named_parameters():
             nn.init.ones_(parameter) if "norm" in name or parameter.ndim == 1 else parameter.data.normal_(std=0.02)
-    first = dict(layers[0].named_parameters())
     for layer in layers[1:]:
-        for name, parameter in first.items():
+        for name, parameter in layers[0].named_parameters():
             owner, _, leaf = name.rpartition(".")
             setattr(layer.get_submodule(owner), leaf, nn.Parameter(parameter.data, requires_grad=False))
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    return model.eval().requires_grad_(False)
-
-
-def method_config(method: str, model: PreTrainedModel, ratio: float | None, settings: Sequence[str]) -> MethodConfig:
-    specs, kind = layer_specs(model), config_class(method)
-    if method == "deltakv":
-        first = specs[0]
-        latents = f"{first.num_kv_heads * first.head_dim // 2}x4"
-        base = kind(first.head_dim, first.num_kv_heads, latents, full_layers=(0, 1, 2, 8, 18))
-        return base.override(settings)
-    base = kind.for_layers(specs) if ratio is None and method != "vqkv" else kind.for_layers(ratio or 0.172, specs)
-    return base.override(settings)
-
-
-def fit(model: PreTrainedModel, options: argparse.Namespace) -> None:
-    """Fit a codec to options.out, on the GPU where there is one, and print the seconds it took."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    model.eval().requires_grad_(False)
     texts = read_texts(options.text) if options.text else [default_text()]
-    config = method_config(options.method, model, options.ratio, options.settings)
+    chosen = method_config(options.method, model, options.ratio, options.settings)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     started = time.perf_counter()
-    info = fit_codec(model, tokenizer, config, texts, options.fit, 0, options.context, options.out)
-    seconds, layers = time.perf_counter() - started, len(info.errors)
-    told = {"seconds": seconds, "layers": layers, "vectors": info.vectors, "config": config.summary()}
-    print(json.dumps(told))
-
-
-def save_shared(model: ir.Model, path: Path, external_data: str) -> None:
-    """As `ir.save`, with equal initializers stored once."""
-    places: dict[tuple[tuple, bytes], int] = {}
-    with open(path.parent / external_data, "wb") as file:
-        for value in model.graph.initializers.values():
-            tensor = value.const_value
-            if tensor.nbytes < 1024:
-                continue
-            data = memoryview(tensor.tobytes())
-            key = (tuple(tensor.shape), hashlib.sha256(data[:65536]).digest())  # weights are random: no two begin alike
-            if key not in places:
-                file.write(b"\0" * (-file.tell() % 4096))
-                places[key] = file.tell()
-                file.write(data)
-            shape, place = tensor.shape, places[key]
-            value.const_value = ir.ExternalTensor(
-                external_data, place, tensor.nbytes, tensor.dtype, shape=shape, name=value.name, base_dir=path.parent
-            )
-    saved = ir.to_proto(model)
-    path.write_bytes(saved.SerializeToString())
+    info = fit_codec(model, tokenizer, chosen, texts, options.effort, 0, options.context, options.out)
+    told = {"seconds": time.perf_counter() - started, "layers": len(info.errors), "vectors": info.vectors}
+    print(json.dumps(told | {"config": chosen.summary()}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--method", choices=("none", *METHODS), default="none")
-    parser.add_argument("--ratio", type=float)
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--max-length", type=int, default=132096)
-    parser.add_argument("--share", action="store_true")
-    parser.add_argument("--fit", choices=("quick", "full"))
-    parser.add_argument("--tokenizer", type=Path, help="of the fit: a Hugging Face folder")
-    parser.add_argument("--text", type=Path, nargs="+")
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--out", type=Path, required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
+    shaped = argparse.ArgumentParser(add_help=False)
+    shaped.add_argument("shape", choices=SHAPES)
+    shaped.add_argument("--layers", type=int)
+    shaped.add_argument("--max-length", type=int, default=132096)
+    shaped.add_argument("--out", type=Path, required=True)
+    coded = argparse.ArgumentParser(add_help=False)
+    coded.add_argument("--method", choices=("none", *METHODS), default="none")
+    coded.add_argument("--ratio", type=float)
+    coded.add_argument("--set", dest="settings", action="append", default=[])
+    traced = commands.add_parser("graph", parents=[shaped, coded])
+    traced.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="bf16")
+    commands.add_parser("weights").add_argument("folders", type=Path, nargs="+")
+    commands.add_parser("config", parents=[shaped])
+    fitted = commands.add_parser("fit", parents=[shaped, coded])
+    fitted.add_argument("--effort", choices=("quick", "full"), default="quick")
+    fitted.add_argument("--tokenizer", type=Path, required=True, help="a Hugging Face folder")
+    fitted.add_argument("--text", type=Path, nargs="+")
+    fitted.add_argument("--context", type=int, default=8192)
     options = parser.parse_args()
-    settings = dict(SHAPES[options.shape])
-    settings["num_hidden_layers"] = options.layers or settings["num_hidden_layers"]
-    settings["max_position_embeddings"] = options.max_length
-    config = AutoConfig.for_model(**settings)
-    model = model_of(config, DTYPES[options.dtype])
-    codec = None
-    if options.fit:
-        fit(model.float(), options)
-        return
-    if options.method != "none":
-        codec = random_codec(model, method_config(options.method, model, options.ratio, options.settings))
-    loaded = LoadedModel(model, None, f"{options.shape} of random weights", Path(options.out.parent), "")
-    options.out.mkdir(parents=True)
-    kv = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}[options.dtype]
-    build = BuildOptions(out=options.out, dtype=options.dtype, kv_dtype=kv)
-    with mock.patch.object(ir, "save", save_shared if options.share else ir.save):
-        write_engine(options.out, loaded, codec, build)
-    told = {p.name: p.stat().st_size for p in sorted(options.out.iterdir())}
-    print(json.dumps(told))
+    if options.command == "weights":
+        for folder in options.folders:
+            weights(folder)
+    elif options.command == "config":
+        shape_config(options.shape, options.layers, options.max_length).save_pretrained(options.out)
+    else:
+        {"graph": graph, "fit": fit}[options.command](options)
 
 
 if __name__ == "__main__":
