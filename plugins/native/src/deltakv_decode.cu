@@ -10,33 +10,25 @@ constexpr int BLOCKS_AT_LEAST = 128;  // of a long sequence: what a GPU of 132 p
 
 // Partial results from the block's sums of latents, float [.., HEADS] at `sum_at`, and of references, float [HEADS, D].
 template <class T, class Shape>
-KVPACK_D void write_partials(const Decoding &d, int h, const float *latents, const float *means, float *reduce,
-                             float *out, int64_t head_stride, int heads) {
-  constexpr int D = Shape::D, CHUNKS = D / 8, TOGETHER = 16;  // rows on their way at a time: this is all latency
+KVPACK_D void write_partials(const Decoding &d, const T *matrix, const float *latents, const float *means,
+                             float *reduce, float *out, int64_t head_stride, int heads) {
+  constexpr int D = Shape::D, CHUNKS = D / 8;
   const int chunk = int(threadIdx.x) % CHUNKS, part = int(threadIdx.x) / CHUNKS, parts = int(blockDim.x) / CHUNKS;
   const int values = d.latents.count * SLOT;
-  const T *matrix = static_cast<const T *>(d.to_value) + int64_t(h) * values * D + chunk * 8;
   for (int head = 0; head < heads; head += 4) {
     if (part < parts) {
       float sum[4][8] = {};
-      for (int first = part; first < values; first += TOGETHER * parts) {
-        uint4 rows[TOGETHER];
+#pragma unroll 4
+      for (int n = part; n < values; n += parts) {
+        const uint4 row = *reinterpret_cast<const uint4 *>(matrix + int64_t(n) * D + chunk * 8);
+        const float4 y = *reinterpret_cast<const float4 *>(latents + sum_at(n) + head);
+        const float weight[4] = {y.x, y.y, y.z, y.w};
+        const uint32_t pairs[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
-        for (int n = 0; n < TOGETHER; ++n)
-          rows[n] = load_streamed(reinterpret_cast<const uint4 *>(matrix + int64_t(min(first + n * parts, values - 1)) * D));
+        for (int e = 0; e < 4; ++e) {
+          const float2 two = unpack2<T>(pairs[e]);
 #pragma unroll
-        for (int n = 0; n < TOGETHER; ++n) {
-          const int at = first + n * parts;
-          if (at >= values) break;
-          const float4 y = *reinterpret_cast<const float4 *>(latents + sum_at(at) + head);
-          const float weight[4] = {y.x, y.y, y.z, y.w};
-          const uint32_t pairs[4] = {rows[n].x, rows[n].y, rows[n].z, rows[n].w};
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float2 two = unpack2<T>(pairs[e]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i][2 * e] += weight[i] * two.x, sum[i][2 * e + 1] += weight[i] * two.y;
-          }
+          for (int i = 0; i < 4; ++i) sum[i][2 * e] += weight[i] * two.x, sum[i][2 * e + 1] += weight[i] * two.y;
         }
       }
 #pragma unroll
@@ -59,13 +51,13 @@ KVPACK_D void write_partials(const Decoding &d, int h, const float *latents, con
   }
 }
 
-// RESIDENT: the head's W_K stays in shared memory and the sums of latents in registers, where latents, rotation and
-// group are of the usual kind; else the one is read from global memory and the others are in shared memory.
+// RESIDENT: the head's W_K stays in shared memory and the sums of latents in registers, and a team stages a tile ahead,
+// where latents, rotation and group are of the usual kind; else W_K is read from global memory and the sums are in
+// shared memory.
 template <class T, int D, bool RESIDENT>
 __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(const __grid_constant__ Decoding d) {
   using Shape = Tile<D>;
   constexpr int ROWS = Shape::ROWS, BLOCKS = Shape::BLOCKS;
-  constexpr bool EARLY = RESIDENT && STAGES == 2;
   KVPACK_DYNAMIC_SHARED(shared);
   const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
   const int team = int(threadIdx.x) / 128, teams = int(blockDim.x) / 128;
@@ -133,7 +125,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
     for (int at = first_row; at < last_row; at += rows_on) {
       unsigned char *tile = w.tile;
       prefetch_rows<T, Shape>(d, w, fetched);
-      if (EARLY && at + rows_on < last_row) {
+      if (RESIDENT && at + rows_on < last_row) {
         w.tile = w.shared + d.layout.tile + (tile == w.shared + d.layout.tile ? d.layout.tile_bytes : 0);
         stage_fetched(at + 2 * rows_on);
         unsigned char *other = w.tile;
@@ -151,8 +143,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
         }
         score<T, Shape, RESIDENT>(d, w, query, keys, unit);
       }
-      if (w.warp < Shape::SUMMING)
-        load_values<T, Shape>(d, w, 0, reference_values[0]);
+      if (w.warp < Shape::SUMMING) load_values<T, Shape>(d, w, 0, reference_values[0]);
       meet(w);
       weigh_rows<T, Shape>(d, w, heads, own_stats);
       meet(w);
@@ -192,7 +183,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
           for (int e = 0; e < 8; ++e) at[e / 2 * HEADS + e % 2] = y[0][e / 4][e % 4];
         }
       }
-      if (!EARLY && at + rows_on < last_row) {
+      if (!RESIDENT && at + rows_on < last_row) {
         meet(w);
         stage_fetched(at + 2 * rows_on);
       }
@@ -204,6 +195,13 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
     if (first_row >= last_row) wait_for_previous_kernel();
     // The teams' sums together, in order.
     __syncthreads();
+    const T *to_value = static_cast<const T *>(d.to_value) + int64_t(h) * values * D;
+    if (RESIDENT) {  // W_V takes the place of W_K
+      for (int i = threadIdx.x; i < pieces; i += blockDim.x)
+        copy_async_16(shared + d.layout.values + i * 16, reinterpret_cast<const uint4 *>(to_value) + i);
+      copy_async_commit();
+      to_value = reinterpret_cast<const T *>(shared + d.layout.values);
+    }
     float *mean_sums = latent_sums + (RESIDENT ? 1 : teams) * sum_at(values), *reduce = mean_sums + HEADS * D;
     float weight[2];
 #pragma unroll
@@ -241,7 +239,9 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       __syncthreads();
     }
     float *out = decode.partial + (head0 * (decode.splits + 1) + split) * D;
-    write_partials<T, Shape>(d, h, latent_sums, mean_sums, reduce, out, int64_t(decode.splits + 1) * D, heads);
+    copy_async_wait<0>();
+    __syncthreads();
+    write_partials<T, Shape>(d, to_value, latent_sums, mean_sums, reduce, out, int64_t(decode.splits + 1) * D, heads);
     if (threadIdx.x < heads) {
       float most = NOTHING, sum = 0;
       for (int t = 0; t < teams; ++t) most = fmaxf(most, stats[t * HEADS + threadIdx.x].x);
@@ -325,10 +325,11 @@ template <class Shape> Layout layout_of(const LatentSlots &latents, int neighbor
   l.scores = take(Shape::ACROSS * HEADS * (Shape::ROWS + 4) * 4);
   l.weights = take(HEADS * (Shape::ROWS + 8) * 2);
   l.factor = take(HEADS * 4);
-  l.tile = take(l.tile_bytes * (resident ? STAGES : 1));  // a resident team stages a tile ahead
+  l.tile = take(l.tile_bytes * (resident ? 2 : 1));  // a resident team stages a tile ahead
   l.team_bytes = used;
   const int finish = l.sums + ((resident ? 1 : teams) * sums + HEADS * Shape::D + teams * 128 * 32) * 4;
-  l.total = max(l.teams + teams * l.team_bytes, finish);
+  l.values = (finish + 15) / 16 * 16;
+  l.total = max(l.teams + teams * l.team_bytes, l.values + (resident ? values * Shape::D * 2 : 0));
   return l;
 }
 

@@ -7,12 +7,10 @@ namespace {
 
 constexpr int HEADS = 8;  // query heads at a time: the columns of an mma
 constexpr int MAX_TEAMS = 2, SLOTS_EACH = 4;  // slots of a warp whose sums it keeps in registers
-constexpr int STAGES = 2;
-constexpr bool AHEAD = true;
 constexpr int SPLIT_ROWS = 128;               // a sequence has no more splits than that many rows fill
 
 struct Layout {  // of shared memory, in bytes; from `query` on within a team's part
-  int offsets, matrix, sums, teams, total;
+  int offsets, matrix, sums, teams, values, total;
   int query, scores, weights, factor, tile, team_bytes;
   int codes, scales, references, positions, tile_bytes;  // of what is staged of a tile; `tile` is where the first is
 };
@@ -54,8 +52,8 @@ KVPACK_D int code_row(const Decoding &d, const Work &w, int n) {  // the n-th to
 }
 KVPACK_D void meet(const Work &w) { named_barrier(1 + int(threadIdx.x) / 128, 128); }
 
-// A warp fetches a quarter of a tile's rows, in steps of which each waits for the one before: their numbers, one in each
-// lane (twice), the ordinals of their references, and what these name. All but the last run a tile ahead.
+// A warp fetches a quarter of a tile's rows, in steps of which each waits for the one before: their numbers, one in
+// each lane (twice or more), the ordinals of their references, and what these name. All but the last run ahead.
 template <class Shape> constexpr int FETCHED = Shape::ROWS / 4;  // rows of a warp
 template <class Shape> constexpr int ORDINALS = FETCHED<Shape> * MAX_NEIGHBORS / 32;  // of a lane
 template <class T, class Shape> struct Fetched {
@@ -340,7 +338,7 @@ KVPACK_D void add_singly(const Decoding &d, const T *const *named, const Place &
 }
 
 // Keys to scores, float [ACROSS, HEADS, ROWS + 4], of each warp's columns alone; `neighbors` times too large.
-// WHOLE: rotation ends where a piece does.
+// WHOLE: rotation ends where a piece does; pieces are loaded while the one before is worked on then.
 template <class T, class Shape, bool WHOLE>
 KVPACK_D void score(const Decoding &d, const Work &w, const uint32_t *query, float (&keys)[2][Shape::BLOCKS][4],
                     const float (&unit)[4]) {
@@ -360,8 +358,8 @@ KVPACK_D void score(const Decoding &d, const Work &w, const uint32_t *query, flo
   for (int i = 0; i < 4 * PIECES; ++i) {
     const int r = i / PIECES, m = r / 2, low = r % 2, block = i % PIECES * N;
     Piece<N> piece = next;
-    if (!AHEAD && whole && i) load_piece<T, N>(d, names(i), place(i), piece);
-    if (AHEAD && whole && i + 1 < 4 * PIECES) load_piece<T, N>(d, names(i + 1), place(i + 1), next);
+    if (!WHOLE && whole && i) load_piece<T, N>(d, names(i), place(i), piece);
+    if (WHOLE && i + 1 < 4 * PIECES) load_piece<T, N>(d, names(i + 1), place(i + 1), next);
     float x[N], y[N];
     const float scale = unit[r] * d.neighbors;
 #pragma unroll
