@@ -10,25 +10,32 @@ constexpr int BLOCKS_AT_LEAST = 128;  // of a long sequence: what a GPU of 132 p
 
 // Partial results from the block's sums of latents, float [.., HEADS] at `sum_at`, and of references, float [HEADS, D].
 template <class T, class Shape>
-KVPACK_D void write_partials(const Decoding &d, const T *matrix, const float *latents, const float *means,
-                             float *reduce, float *out, int64_t head_stride, int heads) {
-  constexpr int D = Shape::D, CHUNKS = D / 8;
+KVPACK_D void write_partials(const Decoding &d, int h, const float *latents, const float *means, float *reduce,
+                             float *out, int64_t head_stride, int heads) {
+  constexpr int D = Shape::D, CHUNKS = D / 8, TOGETHER = 16;  // rows on their way at a time: this is all latency
   const int chunk = int(threadIdx.x) % CHUNKS, part = int(threadIdx.x) / CHUNKS, parts = int(blockDim.x) / CHUNKS;
   const int values = d.latents.count * SLOT;
+  const T *matrix = static_cast<const T *>(d.to_value) + int64_t(h) * values * D + chunk * 8;
   for (int head = 0; head < heads; head += 4) {
     if (part < parts) {
       float sum[4][8] = {};
-#pragma unroll 4
-      for (int n = part; n < values; n += parts) {
-        const uint4 row = *reinterpret_cast<const uint4 *>(matrix + int64_t(n) * D + chunk * 8);
-        const float4 y = *reinterpret_cast<const float4 *>(latents + sum_at(n) + head);
-        const float weight[4] = {y.x, y.y, y.z, y.w};
-        const uint32_t pairs[4] = {row.x, row.y, row.z, row.w};
+      for (int first = part; first < values; first += TOGETHER * parts) {
+        Packed<8> rows[TOGETHER];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 two = unpack2<T>(pairs[e]);
+        for (int n = 0; n < TOGETHER; ++n)
+          rows[n] = load_packed<8>(matrix + int64_t(min(first + n * parts, values - 1)) * D);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sum[i][2 * e] += weight[i] * two.x, sum[i][2 * e + 1] += weight[i] * two.y;
+        for (int n = 0; n < TOGETHER; ++n) {
+          const int at = first + n * parts;
+          if (at >= values) break;
+          const float4 y = *reinterpret_cast<const float4 *>(latents + sum_at(at) + head);
+          const float weight[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float2 two = unpack2<T>(rows[n].pair[e]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i][2 * e] += weight[i] * two.x, sum[i][2 * e + 1] += weight[i] * two.y;
+          }
         }
       }
 #pragma unroll
@@ -51,9 +58,8 @@ KVPACK_D void write_partials(const Decoding &d, const T *matrix, const float *la
   }
 }
 
-// RESIDENT: the head's W_K stays in shared memory and the sums of latents in registers, and a team stages a tile ahead,
-// where latents, rotation and group are of the usual kind; else W_K is read from global memory and the sums are in
-// shared memory.
+// RESIDENT: the head's W_K stays in shared memory and the sums of latents in registers, where latents, rotation and
+// group are of the usual kind; else the one is read from global memory and the others are in shared memory.
 template <class T, int D, bool RESIDENT>
 __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(const __grid_constant__ Decoding d) {
   using Shape = Tile<D>;
@@ -72,9 +78,8 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
   const int tiles = (rows + ROWS - 1) / ROWS;
   const int begin = int(int64_t(tiles) * split / used), end = int(int64_t(tiles) * (split + 1) / used);
   const int thread = int(threadIdx.x) % 128, values = d.latents.count * SLOT;
-  Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
-                  nullptr, nullptr};
-  w.shared = shared + d.layout.teams + team * d.layout.team_bytes;
+  const Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
+                  shared + d.layout.teams + team * d.layout.team_bytes};
   const int pieces = values * D / 8;  // of 16 bytes
   const uint4 *matrix = d.to_key + int64_t(h) * pieces;
   float2 *stats = reinterpret_cast<float2 *>(shared);  // [MAX_TEAMS, HEADS]
@@ -87,10 +92,10 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
   for (int first = 0; first < passes * HEADS; first += HEADS) {
     const int heads = min(d.merge.group - first, HEADS);
     const int64_t head0 = int64_t(b * d.merge.kv_heads + h) * d.merge.group + first;
-    w.tile = w.shared + d.layout.tile;
-    Fetched<T, Shape> fetched;
-    fetch<T, Shape>(d, w, first_row < last_row ? fetched_row<Shape>(d, w, first_row) : -1, fetched);
+    int row = first_row < last_row ? fetched_row<Shape>(d, w, first_row) : -1;
     int next = first_row + rows_on < last_row ? fetched_row<Shape>(d, w, first_row + rows_on) : -1;
+    int ordinals[ORDINALS<Shape>];
+    fetch_ordinals<Shape>(d, w, row, ordinals);
     if (first == 0) {
       if (RESIDENT)
         for (int i = threadIdx.x; i < pieces; i += blockDim.x)
@@ -101,41 +106,38 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       const T *values_matrix = static_cast<const T *>(d.to_value) + int64_t(h) * values * D;
       prefetch_lines(values_matrix, values * D * 2, int(threadIdx.x) * used + split, int(blockDim.x) * used);
     }
-    prefetch_rows<T, Shape>(d, w, fetched);
+    prefetch_rows<T, Shape>(d, w, row, ordinals);
     float *own_sums = latent_sums + team * sum_at(values);
     if (!RESIDENT)
       for (int i = thread; i < sum_at(values); i += 128) own_sums[i] = 0;
     if (!RESIDENT && codes_of(d.latents.slots[0]) == Codes::WHOLE)  // filling meets zeros, but must be numbers
       for (int i = thread; i < ROWS * d.latents.stride / 16; i += 128)
-        reinterpret_cast<uint4 *>(w.tile + d.layout.codes)[i] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4 *>(w.shared + d.layout.codes)[i] = make_uint4(0, 0, 0, 0);
     float2 *own_stats = stats + team * HEADS;
+    float *means = reinterpret_cast<float *>(w.shared + d.layout.means) + thread;
     if (thread < HEADS) own_stats[thread] = make_float2(NOTHING, 0);
-    const auto stage_fetched = [&](int at) {  // and fetches what is to be staged next, of rows `at` and on
-      stage<T, Shape>(d, w, fetched);
-      fetch<T, Shape>(d, w, next, fetched);
-      next = at + rows_on < last_row ? fetched_row<Shape>(d, w, at + rows_on) : -1;
-    };
-    if (first_row < last_row) stage_fetched(first_row + rows_on);
+#pragma unroll
+    for (int n = 0; n < Shape::EACH * 2; ++n) means[n * 128] = 0;
+    if (first_row < last_row) stage<T, Shape>(d, w, row, ordinals);
     copy_async_wait<0>();
     __syncthreads();
 
-    float means[Shape::EACH / 2][4] = {};
     float y[RESIDENT ? SLOTS_EACH : 1][2][4] = {};
 #pragma unroll 1
     for (int at = first_row; at < last_row; at += rows_on) {
-      unsigned char *tile = w.tile;
-      prefetch_rows<T, Shape>(d, w, fetched);
-      if (RESIDENT && at + rows_on < last_row) {
-        w.tile = w.shared + d.layout.tile + (tile == w.shared + d.layout.tile ? d.layout.tile_bytes : 0);
-        stage_fetched(at + 2 * rows_on);
-        unsigned char *other = w.tile;
-        w.tile = tile, tile = other;
+      if (at != first_row) {
+        stage<T, Shape>(d, w, row, ordinals);
+        meet(w);
       }
+      row = next;
+      fetch_ordinals<Shape>(d, w, row, ordinals);
+      next = at + 2 * rows_on < last_row ? fetched_row<Shape>(d, w, at + 2 * rows_on) : -1;
       Values<Shape> reference_values[1];
       {
         float keys[2][BLOCKS][4], unit[4];
         const uint4 *nearest = RESIDENT ? reinterpret_cast<const uint4 *>(shared + d.layout.matrix) : matrix;
         rebuild<T, Shape, !RESIDENT>(d, w, nearest, offsets, keys, unit);
+        prefetch_rows<T, Shape>(d, w, row, ordinals);
         if (at == first_row) {
           wait_for_previous_kernel();
           load_query<T, Shape>(d, w, query, head0, heads);
@@ -154,14 +156,14 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       for (int n = 0; n < ROWS / 8; ++n)
         weights[n / 2][n % 2] = *reinterpret_cast<const uint32_t *>(stored + n * 8);
       const float2 factor = reinterpret_cast<const float2 *>(w.shared + d.layout.factor)[w.lane % 4];
-      if (w.warp < Shape::SUMMING) sum_references<T, Shape>(d, w, weights, factor, reference_values, means);
+      if (w.warp < Shape::SUMMING) sum_references<T, Shape>(d, w, weights, factor, reference_values);
       Scaled<T, Shape> scaled;
       int segment = -1;
       if constexpr (RESIDENT) {
 #pragma unroll
         for (int n = 0; n < SLOTS_EACH; ++n)
           if (n * 4 + w.warp < d.latents.count) {
-            const Slot slot = slot_of(d, n * 4 + w.warp);
+            const Slot &slot = d.latents.slots[n * 4 + w.warp];
             if (slot.segment != segment) scale_weights<T, Shape>(d, w, slot, weights, scaled);
             segment = slot.segment;
             if (codes_of(slot) == Codes::SPLICED) sum_slot<T, Shape, Codes::SPLICED>(d, w, slot, scaled, factor, y[n]);
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
           float *at = own_sums + sum_at(n * SLOT + w.lane / 4 * 4) + w.lane % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 8; ++e) y[0][e / 4][e % 4] = at[e / 2 * HEADS + e % 2];
-          const Slot slot = slot_of(d, n);
+          const Slot &slot = d.latents.slots[n];
           if (slot.segment != segment) scale_weights<T, Shape>(d, w, slot, weights, scaled);
           segment = slot.segment;
           const Codes codes = codes_of(slot);
@@ -183,27 +185,17 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
           for (int e = 0; e < 8; ++e) at[e / 2 * HEADS + e % 2] = y[0][e / 4][e % 4];
         }
       }
-      if (!RESIDENT && at + rows_on < last_row) {
-        meet(w);
-        stage_fetched(at + 2 * rows_on);
-      }
-      w.tile = tile;
-      copy_async_wait<0>();
       meet(w);
     }
 
     if (first_row >= last_row) wait_for_previous_kernel();
     // The teams' sums together, in order.
     __syncthreads();
-    const T *to_value = static_cast<const T *>(d.to_value) + int64_t(h) * values * D;
-    if (RESIDENT) {  // W_V takes the place of W_K
-      for (int i = threadIdx.x; i < pieces; i += blockDim.x)
-        copy_async_16(shared + d.layout.values + i * 16, reinterpret_cast<const uint4 *>(to_value) + i);
-      copy_async_commit();
-      to_value = reinterpret_cast<const T *>(shared + d.layout.values);
-    }
     float *mean_sums = latent_sums + (RESIDENT ? 1 : teams) * sum_at(values), *reduce = mean_sums + HEADS * D;
-    float weight[2];
+    float weight[2], own_means[Shape::EACH * 2];  // which the merged sums may cover
+#pragma unroll
+    for (int n = 0; n < Shape::EACH * 2; ++n) own_means[n] = means[n * 128];
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int head = w.lane % 4 * 2 + n;
@@ -220,7 +212,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
             for (int e = 0; e < 4; ++e) {
               const int column = (w.warp * 8 + w.lane / 4) * Shape::EACH + 2 * m + e / 2;
               float *at = mean_sums + (w.lane % 4 * 2 + e % 2) * D + column;
-              *at = (t ? *at : 0) + means[m][e] * weight[e % 2];
+              *at = (t ? *at : 0) + own_means[m * 4 + e] * weight[e % 2];
             }
         if constexpr (RESIDENT) {
 #pragma unroll
@@ -239,9 +231,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       __syncthreads();
     }
     float *out = decode.partial + (head0 * (decode.splits + 1) + split) * D;
-    copy_async_wait<0>();
-    __syncthreads();
-    write_partials<T, Shape>(d, to_value, latent_sums, mean_sums, reduce, out, int64_t(decode.splits + 1) * D, heads);
+    write_partials<T, Shape>(d, h, latent_sums, mean_sums, reduce, out, int64_t(decode.splits + 1) * D, heads);
     if (threadIdx.x < heads) {
       float most = NOTHING, sum = 0;
       for (int t = 0; t < teams; ++t) most = fmaxf(most, stats[t * HEADS + threadIdx.x].x);
@@ -316,20 +306,18 @@ template <class Shape> Layout layout_of(const LatentSlots &latents, int neighbor
   l.matrix = l.sums = used;
   l.teams = l.matrix + (resident ? values * Shape::D * 2 : teams * sums * 4);
   used = 0;
+  l.query = take(Shape::D * 16);
   l.codes = take(Shape::ROWS * latents.stride);
+  l.scores = take(Shape::ACROSS * HEADS * (Shape::ROWS + 4) * 4);
+  l.weights = take(HEADS * (Shape::ROWS + 8) * 2);
   l.scales = take(latents.segments * Shape::ROWS * 2);
   l.references = take(Shape::ROWS * neighbors * 8);
   l.positions = take(Shape::ROWS * 4);
-  l.tile_bytes = used, used = 0;
-  l.query = take(Shape::D * 16);
-  l.scores = take(Shape::ACROSS * HEADS * (Shape::ROWS + 4) * 4);
-  l.weights = take(HEADS * (Shape::ROWS + 8) * 2);
   l.factor = take(HEADS * 4);
-  l.tile = take(l.tile_bytes * (resident ? 2 : 1));  // a resident team stages a tile ahead
+  l.means = take(Shape::EACH * 2 * 128 * 4);
   l.team_bytes = used;
   const int finish = l.sums + ((resident ? 1 : teams) * sums + HEADS * Shape::D + teams * 128 * 32) * 4;
-  l.values = (finish + 15) / 16 * 16;
-  l.total = max(l.teams + teams * l.team_bytes, l.values + (resident ? values * Shape::D * 2 : 0));
+  l.total = max(l.teams + teams * l.team_bytes, finish);
   return l;
 }
 
@@ -343,7 +331,7 @@ template <class Shape> Plan plan_of(const kvpack_layer &layer, const LatentSlots
   const bool usual = latents.count <= 4 * SLOTS_EACH && latents.slots[0].bits < 16 &&
                      layer.rotary_dim / 2 % Shape::PIECE == 0 && layer.num_heads / layer.num_kv_heads <= HEADS;
   for (const bool resident : {true, false})
-    for (int teams = MAX_TEAMS; teams > resident; --teams) {  // one alone would wait too often
+    for (int teams = resident ? MAX_TEAMS : 2; teams > resident; --teams) {  // one alone would wait too often
       const Layout layout = layout_of<Shape>(latents, neighbors, teams, resident);
       if ((!resident || usual) && layout.total <= limit) return {teams, resident, layout};
     }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int SLOT = 32, MAX_SLOTS = 80;
 
-struct alignas(8) Slot {
+struct Slot {
   uint16_t offset;  // of its strip in a staged row, in bytes
   int16_t first;    // value at its first place
   uint8_t real;     // so many places hold values, the rest is filling
@@ -83,8 +83,7 @@ template <class T> KVPACK_D Splice splice_of(const Slot &slot) {
   const uint32_t codes = slot.bits == 4 ? 0x000F000Fu : 0x00030003u;
   // Stored bytes are less 128: the highest bit is the other way round.
   const uint32_t wrong = slot.shift + slot.bits == 8 ? codes ^ codes >> 1 & 0x00070007u : 0;
-  const uint32_t sixteen = IS_HALF<T> ? 0x4C004C00u : 0x41804180u;
-  return {slot.shift - SPLICE_AT<T>, codes << SPLICE_AT<T>, sixteen ^ wrong << SPLICE_AT<T>};
+  return {slot.shift - SPLICE_AT<T>, codes << SPLICE_AT<T>, (IS_HALF<T> ? 0x4C004C00u : 0x41804180u) ^ wrong << SPLICE_AT<T>};
 }
 KVPACK_D uint32_t rotated_right(uint32_t x, int n) { return x >> (n & 31) | x << (-n & 31); }
 // Two operands: the codes that `up` and the slot's own shift reach in either half of `word`.

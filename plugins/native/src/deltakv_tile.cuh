@@ -10,9 +10,8 @@ constexpr int MAX_TEAMS = 2, SLOTS_EACH = 4;  // slots of a warp whose sums it k
 constexpr int SPLIT_ROWS = 128;               // a sequence has no more splits than that many rows fill
 
 struct Layout {  // of shared memory, in bytes; from `query` on within a team's part
-  int offsets, matrix, sums, teams, values, total;
-  int query, scores, weights, factor, tile, team_bytes;
-  int codes, scales, references, positions, tile_bytes;  // of what is staged of a tile; `tile` is where the first is
+  int offsets, matrix, sums, teams, total;
+  int query, codes, scores, weights, scales, references, positions, factor, means, team_bytes;
 };
 struct Decoding {
   LatentSlots latents;
@@ -34,12 +33,9 @@ struct Decoding {
 
 struct Work {  // of a block, and a team's place in it
   int b, h, count, encoded, thread, warp, lane;
-  unsigned char *shared, *tile;  // the team's part, and what is staged of its tile
+  unsigned char *shared;  // the team's part
 };
 
-KVPACK_D Slot slot_of(const Decoding &d, int n) {  // in one load
-  return bits_as<Slot>(reinterpret_cast<const uint2 *>(d.latents.slots)[n]);
-}
 KVPACK_D int rows_to_read(const Decoding &d, int b) {
   if (d.new_len[b] == 0) return 0;
   return d.selected ? min(d.select_len[b], d.select_width) : encoded_rows(d.geometry, d.past_len[b]);
@@ -52,34 +48,25 @@ KVPACK_D int code_row(const Decoding &d, const Work &w, int n) {  // the n-th to
 }
 KVPACK_D void meet(const Work &w) { named_barrier(1 + int(threadIdx.x) / 128, 128); }
 
-// A warp fetches a quarter of a tile's rows, in steps of which each waits for the one before: their numbers, one in
-// each lane (twice or more), the ordinals of their references, and what these name. All but the last run ahead.
+// A warp fetches a quarter of a tile's rows, in steps of which each waits for the one before: their numbers, one in each
+// lane (twice), the ordinals of their references, and what these name. All but the last run a tile ahead.
 template <class Shape> constexpr int FETCHED = Shape::ROWS / 4;  // rows of a warp
 template <class Shape> constexpr int ORDINALS = FETCHED<Shape> * MAX_NEIGHBORS / 32;  // of a lane
-template <class T, class Shape> struct Fetched {
-  int row;                      // lane % FETCHED of the warp's; -1: none
-  int ordinals[ORDINALS<Shape>];  // number i: of neighbor (lane + 32 i) / FETCHED, or -1
-  T scale;                      // of segment lane / FETCHED
-};
 template <class Shape> KVPACK_D int fetched_row(const Decoding &d, const Work &w, int first) {
   return code_row(d, w, first + w.warp * FETCHED<Shape> + w.lane % FETCHED<Shape>);
 }
-template <class T> KVPACK_D T scale_of(const Decoding &d, const Work &w, int row, int segment) {
-  if (row < 0 || !d.scales) return from_float<T>(row < 0 ? 0 : 1);
-  return static_cast<const T *>(d.scales)[(int64_t(w.b) * d.code_rows + row) * d.latents.segments + segment];
-}
-template <class T, class Shape> KVPACK_D void fetch(const Decoding &d, const Work &w, int row, Fetched<T, Shape> &x) {
-  x.row = row;
+// Number i of a lane is of row lane % FETCHED and of neighbor (lane + 32 i) / FETCHED; -1: none.
+template <class Shape>
+KVPACK_D void fetch_ordinals(const Decoding &d, const Work &w, int row, int (&ordinals)[ORDINALS<Shape>]) {
 #pragma unroll
   for (int i = 0; i < ORDINALS<Shape>; ++i) {
     const int n = (w.lane + 32 * i) / FETCHED<Shape>;
     const int64_t at = (int64_t(w.b) * d.code_rows + row) * d.neighbors + n;
-    x.ordinals[i] = -1;
+    ordinals[i] = -1;
     if (row >= 0 && n < d.neighbors)
-      x.ordinals[i] = d.index_bytes == 2 ? __ldg(static_cast<const int16_t *>(d.index) + at)
-                                         : __ldg(static_cast<const int32_t *>(d.index) + at);
+      ordinals[i] = d.index_bytes == 2 ? __ldg(static_cast<const int16_t *>(d.index) + at)
+                                       : __ldg(static_cast<const int32_t *>(d.index) + at);
   }
-  if (w.lane / FETCHED<Shape> < d.latents.segments) x.scale = scale_of<T>(d, w, row, w.lane / FETCHED<Shape>);
 }
 template <class T> KVPACK_D const T *reference_of(const Decoding &d, const Work &w, int ordinal) {
   const int64_t sink = int64_t(w.b) * d.ring_rows + ordinal;
@@ -91,64 +78,71 @@ KVPACK_D void prefetch_lines(const void *p, int bytes, int first, int step) {  /
   for (int n = first * 128; n < bytes; n += step * 128) prefetch(static_cast<const char *>(p) + n);
 }
 template <class T, class Shape>
-KVPACK_D void prefetch_rows(const Decoding &d, const Work &w, const Fetched<T, Shape> &x) {
+KVPACK_D void prefetch_rows(const Decoding &d, const Work &w, int row, const int (&ordinals)[ORDINALS<Shape>]) {
 #pragma unroll
   for (int i = 0; i < ORDINALS<Shape>; ++i) {
-    if (x.ordinals[i] < 0) continue;
-    const T *reference = reference_of<T>(d, w, x.ordinals[i]) + w.h * Shape::D;
+    if (ordinals[i] < 0) continue;
+    const T *reference = reference_of<T>(d, w, ordinals[i]) + w.h * Shape::D;
     prefetch_lines(reference, Shape::D * 2, 0, 1);
     prefetch_lines(reference + d.width / 2, Shape::D * 2, 0, 1);
   }
-  if (x.row < 0) return;
+  if (row < 0) return;
   const int part = w.lane / FETCHED<Shape>, parts = 32 / FETCHED<Shape>;
-  const int64_t turn = rope_row(d.rope, x.row + d.geometry.sinks);
+  const int64_t at = int64_t(w.b) * d.code_rows + row, turn = rope_row(d.rope, row + d.geometry.sinks);
+  prefetch_lines(d.codes + at * d.latents.row_bytes, d.latents.row_bytes, part, parts);
   prefetch_lines(d.rope.cos + turn, d.rope.half * 4, part, parts);
   prefetch_lines(d.rope.sin + turn, d.rope.half * 4, part, parts);
+  if (d.scales && part == 0) prefetch(static_cast<const T *>(d.scales) + at * d.latents.segments);
 }
-// Codes, scales, positions and the addresses of references to shared memory; the codes are still on their way then.
-template <class T, class Shape> KVPACK_D void stage(const Decoding &d, const Work &w, const Fetched<T, Shape> &x) {
+// Codes, scales, positions and the addresses of references to shared memory.
+template <class T, class Shape>
+KVPACK_D void stage(const Decoding &d, const Work &w, int row, const int (&ordinals)[ORDINALS<Shape>]) {
   constexpr int ROWS = Shape::ROWS, MINE = FETCHED<Shape>;
   const LatentSlots &latents = d.latents;
-  const int first = w.warp * MINE, r = first + w.lane % MINE, place = w.lane % 16 * latents.piece;
-  const int8_t *codes = d.codes + int64_t(w.b) * d.code_rows * latents.row_bytes + place;
-  unsigned char *staged = w.tile + d.layout.codes + first * latents.stride + place;
+  const int first = w.warp * MINE, r = first + w.lane % MINE;
+  for (int n = 0; n < latents.segments; ++n) {
+    const int pieces = latents.bytes[n] / latents.piece;
 #pragma unroll 4
-  for (int i = 0; i < MINE; i += 2) {  // half a warp for a row
-    const int one = i + w.lane / 16, row = __shfl_sync(~0u, x.row, one);
-    if (row < 0) continue;  // any bits are a code, whose row does not count
-    for (int n = 0; n < latents.segments; ++n) {
-      const int8_t *from = codes + int64_t(row) * latents.row_bytes + latents.source[n];
-      unsigned char *to = staged + one * latents.stride + latents.target[n];
-      for (int at = 0; at + place < latents.bytes[n]; at += 16 * latents.piece)
+    for (int i = 0; i < MINE; i += 2) {  // half a warp for a row
+      const int one = i + w.lane / 16, from_row = __shfl_sync(~0u, row, one);
+      if (from_row < 0) continue;  // any bits are a code, whose row does not count
+      const int8_t *from =
+          d.codes + (int64_t(w.b) * d.code_rows + from_row) * latents.row_bytes + latents.source[n];
+      unsigned char *to = w.shared + d.layout.codes + (first + one) * latents.stride + latents.target[n];
+      for (int at = w.lane % 16 * latents.piece; at < latents.bytes[n]; at += 16 * latents.piece)
         if (latents.piece == 16) copy_async_16(to + at, from + at);
         else if (latents.piece == 4) copy_async_4(to + at, from + at);
         else *reinterpret_cast<uint16_t *>(to + at) = *reinterpret_cast<const uint16_t *>(from + at);
     }
   }
   copy_async_commit();
-  T *scales = reinterpret_cast<T *>(w.tile + d.layout.scales) + r;
+  T *scales = reinterpret_cast<T *>(w.shared + d.layout.scales) + r;
+  const T *stored = static_cast<const T *>(d.scales) + (int64_t(w.b) * d.code_rows + row) * latents.segments;
   for (int n = w.lane / MINE; n < latents.segments; n += 32 / MINE)
-    scales[n * ROWS] = n < 32 / MINE ? x.scale : scale_of<T>(d, w, x.row, n);
+    scales[n * ROWS] = row < 0 || !d.scales ? from_float<T>(row < 0 ? 0 : 1) : stored[n];
   if (w.lane < MINE)
-    reinterpret_cast<int *>(w.tile + d.layout.positions)[r] = x.row < 0 ? -1 : x.row + d.geometry.sinks;
-  const T **named = reinterpret_cast<const T **>(w.tile + d.layout.references) + r * d.neighbors;
+    reinterpret_cast<int *>(w.shared + d.layout.positions)[r] = row < 0 ? -1 : row + d.geometry.sinks;
+  const T **named = reinterpret_cast<const T **>(w.shared + d.layout.references) + r * d.neighbors;
 #pragma unroll
   for (int i = 0; i < ORDINALS<Shape>; ++i) {
     const int n = (w.lane + 32 * i) / MINE;
-    if (n < d.neighbors) named[n] = x.ordinals[i] < 0 ? nullptr : reference_of<T>(d, w, x.ordinals[i]);
+    if (n < d.neighbors) named[n] = ordinals[i] < 0 ? nullptr : reference_of<T>(d, w, ordinals[i]);
   }
+  copy_async_wait<0>();
 }
 
 // keys += the operands of one slot, of the warp's rows, times W_K of its columns.
 template <class T, class Shape, Codes CODES>
-KVPACK_D void rebuild_slot(const Decoding &d, const Work &w, int row, const Slot &slot, const uint4 *matrix,
+KVPACK_D void rebuild_slot(const Decoding &d, const Work &w, int row, int s, const uint4 *matrix,
                            float (&keys)[2][Shape::BLOCKS][4]) {
+  const Slot &slot = d.latents.slots[s];
   const Splice splice = splice_of<T>(slot);
   const int stride = d.latents.stride;
   const unsigned char *codes =
-      w.tile + d.layout.codes + row * stride + slot.offset + w.lane % 4 * (CODES == Codes::WHOLE ? 8 : 4);
+      w.shared + d.layout.codes + row * stride + slot.offset + w.lane % 4 * (CODES == Codes::WHOLE ? 8 : 4);
   const uint16_t *scales =
-      reinterpret_cast<const uint16_t *>(w.tile + d.layout.scales) + slot.segment * Shape::ROWS + row;
+      reinterpret_cast<const uint16_t *>(w.shared + d.layout.scales) + slot.segment * Shape::ROWS + row;
+  matrix += s * 2 * Shape::ACROSS * (Shape::BLOCKS / 2) * 32;
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     uint32_t a[2][4];
@@ -187,30 +181,28 @@ KVPACK_D void rebuild(const Decoding &d, const Work &w, const uint4 *matrix, con
   const int across = w.warp % Shape::ACROSS, row = w.warp / Shape::ACROSS * 32 + w.lane / 4;
   matrix += across * (Shape::BLOCKS / 2) * 32 + w.lane;
   offsets += pair_of<Shape>(across, w.lane, 0) * 2;
-  const T *scales = reinterpret_cast<const T *>(w.tile + d.layout.scales) + row;
 #pragma unroll
-  for (int r = 0; r < 4; ++r) unit[r] = to_float(scales[r * 8]);
+  for (int m = 0; m < 2; ++m)
 #pragma unroll
-  for (int n = 0; n < Shape::BLOCKS; ++n) {
-    const float2 two = *reinterpret_cast<const float2 *>(offsets + n * 2);
+    for (int n = 0; n < Shape::BLOCKS; ++n)
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+      for (int e = 0; e < 4; ++e) keys[m][n][e] = 0;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) keys[m][n][e] = e % 2 ? two.y : two.x;
-  }
-  int segment = 0;
+  for (int r = 0; r < 4; ++r) unit[r] = 0;
+  int segment = -1;
 #pragma unroll 1
   for (int s = 0; s < d.latents.count; ++s) {
-    const Slot slot = slot_of(d, s);
+    const Slot &slot = d.latents.slots[s];
     if (slot.segment != segment) {
       segment = slot.segment;
+      const T *scales = reinterpret_cast<const T *>(w.shared + d.layout.scales) + segment * Shape::ROWS + row;
       float ratio[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float scale = to_float(scales[segment * Shape::ROWS + r * 8]);
-        const float least = fmaxf(fabsf(unit[r]) * 1e-6f, 1e-30f), now = fabsf(scale) > least ? scale : least;
-        ratio[r] = __fdividef(unit[r], now);
-        unit[r] = now;
+        const float scale = to_float(scales[r * 8]), least = fmaxf(fabsf(unit[r]) * 1e-6f, 1e-30f);
+        const float next = fabsf(scale) > least ? scale : least;
+        ratio[r] = unit[r] / next;
+        unit[r] = next;
       }
 #pragma unroll
       for (int n = 0; n < Shape::BLOCKS; ++n) {
@@ -223,10 +215,9 @@ KVPACK_D void rebuild(const Decoding &d, const Work &w, const uint4 *matrix, con
       }
     }
     const Codes codes = codes_of(slot);
-    if (codes == Codes::SPLICED) rebuild_slot<T, Shape, Codes::SPLICED>(d, w, row, slot, matrix, keys);
-    else if (!WHOLE || codes == Codes::BYTES) rebuild_slot<T, Shape, Codes::BYTES>(d, w, row, slot, matrix, keys);
-    else rebuild_slot<T, Shape, Codes::WHOLE>(d, w, row, slot, matrix, keys);
-    matrix += 2 * Shape::ACROSS * (Shape::BLOCKS / 2) * 32;
+    if (codes == Codes::SPLICED) rebuild_slot<T, Shape, Codes::SPLICED>(d, w, row, s, matrix, keys);
+    else if (!WHOLE || codes == Codes::BYTES) rebuild_slot<T, Shape, Codes::BYTES>(d, w, row, s, matrix, keys);
+    else rebuild_slot<T, Shape, Codes::WHOLE>(d, w, row, s, matrix, keys);
   }
 }
 
@@ -257,45 +248,50 @@ template <int N> KVPACK_D void load_floats(const float *p, float (&x)[N]) {
   }
 }
 
-// Pairs [first, first + N) of a row's key on their way: rotation and two references. N divides the pairs that rotate.
-template <int N> struct Piece {
-  float cos[N], sin[N];
-  Packed<N> low[2], high[2];
-};
-struct Place {  // of N pairs of a row
-  int column, position, first;
-};
-template <class T, int N>
-KVPACK_D void load_references(const Decoding &d, const T *const *named, const Place &at, int n, Piece<N> &piece) {
-  const bool turns = at.first < d.rope.half;
-  const int low = at.column + (turns ? at.first : 2 * at.first);
-  const int high = at.column + (turns ? at.first + d.rope.half : 2 * at.first + N);
-  const T *one = named[n], *other = named[n + 1 < d.neighbors ? n + 1 : n];
-  if (!one) one = other = static_cast<const T *>(d.ring);  // rows that are not read: their scores do not count
-  piece.low[0] = load_packed<N>(one + low), piece.high[0] = load_packed<N>(one + high);
-  piece.low[1] = load_packed<N>(other + low), piece.high[1] = load_packed<N>(other + high);
-}
-template <class T, int N>
-KVPACK_D void load_piece(const Decoding &d, const T *const *named, const Place &at, Piece<N> &piece) {
-  if (at.first < d.rope.half) {
-    const int64_t turn = rope_row(d.rope, at.position) + at.first;
-    load_floats<N>(d.rope.cos + turn, piece.cos);
-    load_floats<N>(d.rope.sin + turn, piece.sin);
+// Adds the mean of the references to pairs [first, first + N) of a row's key and rotates them. WHOLE: rotation ends
+// where such N pairs do.
+template <class T, int N, bool WHOLE>
+KVPACK_D void restore_pairs(const Decoding &d, const T *const *named, int column, int position, int first,
+                            float (&x)[N], float (&y)[N]) {
+  const int half = d.rope.half;
+  const float part = d.share;
+  const int64_t at = rope_row(d.rope, position) + first;
+  if (!WHOLE && half % N) {
+    for (int n = 0; n < d.neighbors; ++n)
+      if (const T *reference = named[n])
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+          x[e] += to_float(reference[column + pair_dimension(first + e, 0, half)]) * part;
+          y[e] += to_float(reference[column + pair_dimension(first + e, 1, half)]) * part;
+        }
+#pragma unroll
+    for (int e = 0; e < N; ++e)
+      if (first + e < half) {
+        const float2 pair = turn_pair(x[e], y[e], d.rope.cos[at + e], d.rope.sin[at + e]);
+        x[e] = pair.x, y[e] = pair.y;
+      }
+    return;
   }
-  load_references<T, N>(d, named, at, 0, piece);
-}
-// Adds the sum of the references to x and y, rotated then; x and y are that much larger than the key.
-template <class T, int N>
-KVPACK_D void add_piece(const Decoding &d, const T *const *named, const Place &at, Piece<N> &piece, float (&x)[N],
-                        float (&y)[N]) {
-  const bool turns = at.first < d.rope.half;
-  const auto add = [&](float second) {
+  const bool turns = first < half;
+  float cos[N], sin[N];
+  if (turns) {
+    load_floats<N>(d.rope.cos + at, cos);
+    load_floats<N>(d.rope.sin + at, sin);
+  }
+  const int low_at = column + (turns ? first : 2 * first), high_at = column + (turns ? first + half : 2 * first + N);
+  const T *anywhere = static_cast<const T *>(d.ring);  // for rows that are not read, whose scores do not count
+  const auto add = [&](int n) {  // two at a time, so that their loads are under way together
+    const bool two = n + 1 < d.neighbors;
+    const T *one = named[n], *other = named[two ? n + 1 : n];
+    if (!one) one = other = anywhere;
+    const Packed<N> low[2] = {load_packed<N>(one + low_at), load_packed<N>(other + low_at)};
+    const Packed<N> high[2] = {load_packed<N>(one + high_at), load_packed<N>(other + high_at)};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int e = 0; e < N / 2; ++e) {
-        const float weight = i ? second : 1;
-        const float2 a = unpack2<T>(piece.low[i].pair[e]), b = unpack2<T>(piece.high[i].pair[e]);
+        const float weight = i == 0 || two ? part : 0;
+        const float2 a = unpack2<T>(low[i].pair[e]), b = unpack2<T>(high[i].pair[e]);
         if (turns) {
           x[2 * e] += a.x * weight, x[2 * e + 1] += a.y * weight;
           y[2 * e] += b.x * weight, y[2 * e + 1] += b.y * weight;
@@ -304,72 +300,45 @@ KVPACK_D void add_piece(const Decoding &d, const T *const *named, const Place &a
         }
       }
   };
-  add(d.neighbors > 1 ? 1.f : 0.f);
+  add(0);
 #pragma unroll 1
-  for (int n = 2; n < d.neighbors; n += 2) {
-    load_references<T, N>(d, named, at, n, piece);
-    add(n + 1 < d.neighbors ? 1.f : 0.f);
-  }
+  for (int n = 2; n < d.neighbors; n += 2) add(n);
   if (!turns) return;
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    const float2 pair = turn_pair(x[e], y[e], piece.cos[e], piece.sin[e]);
+    const float2 pair = turn_pair(x[e], y[e], cos[e], sin[e]);
     x[e] = pair.x, y[e] = pair.y;
   }
 }
-// The same where rotation ends amid N pairs.
-template <class T, int N>
-KVPACK_D void add_singly(const Decoding &d, const T *const *named, const Place &at, float (&x)[N], float (&y)[N]) {
-  const int half = d.rope.half;
-  const int64_t turn = rope_row(d.rope, at.position) + at.first;
-  for (int n = 0; n < d.neighbors; ++n)
-    if (const T *reference = named[n])
-#pragma unroll
-      for (int e = 0; e < N; ++e) {
-        x[e] += to_float(reference[at.column + pair_dimension(at.first + e, 0, half)]);
-        y[e] += to_float(reference[at.column + pair_dimension(at.first + e, 1, half)]);
-      }
-#pragma unroll
-  for (int e = 0; e < N; ++e)
-    if (at.first + e < half) {
-      const float2 pair = turn_pair(x[e], y[e], d.rope.cos[turn + e], d.rope.sin[turn + e]);
-      x[e] = pair.x, y[e] = pair.y;
-    }
-}
 
-// Keys to scores, float [ACROSS, HEADS, ROWS + 4], of each warp's columns alone; `neighbors` times too large.
-// WHOLE: rotation ends where a piece does; pieces are loaded while the one before is worked on then.
+// Keys to scores, float [ACROSS, HEADS, ROWS + 4], of each warp's columns alone.
 template <class T, class Shape, bool WHOLE>
 KVPACK_D void score(const Decoding &d, const Work &w, const uint32_t *query, float (&keys)[2][Shape::BLOCKS][4],
                     const float (&unit)[4]) {
-  constexpr int BLOCKS = Shape::BLOCKS, N = Shape::PIECE, PIECES = BLOCKS / N;  // of a row
+  constexpr int BLOCKS = Shape::BLOCKS, PIECE = Shape::PIECE;
   const int across = w.warp % Shape::ACROSS, row = w.warp / Shape::ACROSS * 32 + w.lane / 4;
-  const int *positions = reinterpret_cast<const int *>(w.tile + d.layout.positions) + row;
-  const T *const *named = reinterpret_cast<const T *const *>(w.tile + d.layout.references) + row * d.neighbors;
+  const int *positions = reinterpret_cast<const int *>(w.shared + d.layout.positions);
+  const T *const *named = reinterpret_cast<const T *const *>(w.shared + d.layout.references);
   float *scores = reinterpret_cast<float *>(w.shared + d.layout.scores) + across * HEADS * (Shape::ROWS + 4);
-  const auto place = [&](int i) {
-    return Place{w.h * Shape::D, positions[i / PIECES * 8], pair_of<Shape>(across, w.lane, i % PIECES * N)};
-  };
-  const auto names = [&](int i) { return named + i / PIECES * 8 * d.neighbors; };
-  const bool whole = WHOLE || d.rope.half % N == 0;
-  Piece<N> next;
-  if (whole) load_piece<T, N>(d, names(0), place(0), next);
 #pragma unroll
-  for (int i = 0; i < 4 * PIECES; ++i) {
-    const int r = i / PIECES, m = r / 2, low = r % 2, block = i % PIECES * N;
-    Piece<N> piece = next;
-    if (!WHOLE && whole && i) load_piece<T, N>(d, names(i), place(i), piece);
-    if (WHOLE && i + 1 < 4 * PIECES) load_piece<T, N>(d, names(i + 1), place(i + 1), next);
-    float x[N], y[N];
-    const float scale = unit[r] * d.neighbors;
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int e = 0; e < N; ++e)
-      x[e] = keys[m][block + e][2 * low] * scale, y[e] = keys[m][block + e][2 * low + 1] * scale;
-    if (whole) add_piece<T, N>(d, names(i), place(i), piece, x, y);
-    else add_singly<T, N>(d, names(i), place(i), x, y);
+    for (int low = 0; low < 2; ++low) {
+      const int r = row + m * 16 + low * 8, position = positions[r];
 #pragma unroll
-    for (int e = 0; e < N; ++e) keys[m][block + e][2 * low] = x[e], keys[m][block + e][2 * low + 1] = y[e];
-    if ((i + 1) % (2 * PIECES)) continue;
+      for (int block = 0; block < BLOCKS; block += PIECE) {
+        float x[PIECE], y[PIECE];
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e) {
+          x[e] = keys[m][block + e][2 * low] * unit[m * 2 + low];
+          y[e] = keys[m][block + e][2 * low + 1] * unit[m * 2 + low];
+        }
+        restore_pairs<T, PIECE, WHOLE>(d, named + r * d.neighbors, w.h * Shape::D, position,
+                                pair_of<Shape>(across, w.lane, block), x, y);
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e) keys[m][block + e][2 * low] = x[e], keys[m][block + e][2 * low + 1] = y[e];
+      }
+    }
     float sum[4] = {};
 #pragma unroll
     for (int n = 0; n < BLOCKS; n += 2) {
@@ -391,7 +360,7 @@ KVPACK_D void score(const Decoding &d, const Work &w, const uint32_t *query, flo
 template <class T, class Shape>
 KVPACK_D void weigh_rows(const Decoding &d, const Work &w, int heads, float2 *stats) {
   constexpr int ROWS = Shape::ROWS;
-  const int *positions = reinterpret_cast<const int *>(w.tile + d.layout.positions);
+  const int *positions = reinterpret_cast<const int *>(w.shared + d.layout.positions);
   const float *scores = reinterpret_cast<const float *>(w.shared + d.layout.scores);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -404,7 +373,7 @@ KVPACK_D void weigh_rows(const Decoding &d, const Work &w, int heads, float2 *st
       s[e] = 0;
 #pragma unroll
       for (int a = 0; a < Shape::ACROSS; ++a) s[e] += scores[(a * HEADS + head) * (ROWS + 4) + r];
-      s[e] *= d.scale * d.share;
+      s[e] *= d.scale;
       if (d.softcap > 0) s[e] = d.softcap * tanh_fast(s[e] / d.softcap);
       s[e] = head < heads && positions[r] >= 0 ? s[e] * LOG2E : 2 * NOTHING;
       found = fmaxf(found, s[e]);
@@ -439,7 +408,7 @@ template <class T, class Shape> struct Scaled {
 template <class T, class Shape>
 KVPACK_D void scale_weights(const Decoding &d, const Work &w, const Slot &slot, const RowWeights<Shape> &weights,
                             Scaled<T, Shape> &scaled) {
-  const T *scales = reinterpret_cast<const T *>(w.tile + d.layout.scales) + slot.segment * Shape::ROWS;
+  const T *scales = reinterpret_cast<const T *>(w.shared + d.layout.scales) + slot.segment * Shape::ROWS;
   const float middle = -middle_of<T>(slot);
   const uint32_t pair = pack2<T>(middle, middle), a[4] = {pair, pair, pair, pair};
   float sum[4] = {};
@@ -461,9 +430,9 @@ KVPACK_D void sum_slot(const Decoding &d, const Work &w, const Slot &slot, const
                        float2 factor, float (&sums)[2][4]) {
   const Splice splice = splice_of<T>(slot);
   const int stride = d.latents.stride, row = w.lane % 4 * 2;
-  const unsigned char *codes = w.tile + d.layout.codes + slot.offset + w.lane / 4 * (CODES == Codes::WHOLE ? 8 : 4);
+  const unsigned char *codes = w.shared + d.layout.codes + slot.offset + w.lane / 4 * (CODES == Codes::WHOLE ? 8 : 4);
   const uint16_t *scales =
-      reinterpret_cast<const uint16_t *>(w.tile + d.layout.scales) + slot.segment * Shape::ROWS;
+      reinterpret_cast<const uint16_t *>(w.shared + d.layout.scales) + slot.segment * Shape::ROWS;
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -502,7 +471,7 @@ template <class Shape> struct Values { Packed<Shape::EACH> of[Shape::ROWS / 16][
 template <class T, class Shape>
 KVPACK_D void load_values(const Decoding &d, const Work &w, int n, Values<Shape> &values) {
   const int column = d.width / 2 + w.h * Shape::D + (w.warp * 8 + w.lane / 4) * Shape::EACH;
-  const T *const *named = reinterpret_cast<const T *const *>(w.tile + d.layout.references);
+  const T *const *named = reinterpret_cast<const T *const *>(w.shared + d.layout.references);
 #pragma unroll
   for (int step = 0; step < Shape::ROWS / 16; ++step)
 #pragma unroll
@@ -511,16 +480,17 @@ KVPACK_D void load_values(const Decoding &d, const Work &w, int n, Values<Shape>
       values.of[step][e] = row ? load_packed<Shape::EACH>(row + column) : Packed<Shape::EACH>{};
     }
 }
-// sums [EACH / 2 x 16 of the warp's value dimensions, HEADS] = sums * factor + (sum of the references)^T weights.
-// `first` are the values of the first reference(s).
+// Sums [EACH / 2 x 16 of the warp's value dimensions, HEADS] = sums * factor + (sum of the references)^T weights; they
+// wait in shared memory, number n of a thread at n * 128 + thread. `first` are the values of the first reference(s).
 template <class T, class Shape, int LOADED>
 KVPACK_D void sum_references(const Decoding &d, const Work &w, const RowWeights<Shape> &weights, float2 factor,
-                             Values<Shape> (&first)[LOADED], float (&sums)[Shape::EACH / 2][4]) {
+                             Values<Shape> (&first)[LOADED]) {
   constexpr int EACH = Shape::EACH;
+  float sums[EACH / 2][4], *kept = reinterpret_cast<float *>(w.shared + d.layout.means) + w.thread;
 #pragma unroll
   for (int m = 0; m < EACH / 2; ++m)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums[m][e] *= e % 2 ? factor.y : factor.x;
+    for (int e = 0; e < 4; ++e) sums[m][e] = kept[(m * 4 + e) * 128] * (e % 2 ? factor.y : factor.x);
   const auto add = [&](const Values<Shape> &values) {
 #pragma unroll
     for (int step = 0; step < Shape::ROWS / 16; ++step)
@@ -541,6 +511,10 @@ KVPACK_D void sum_references(const Decoding &d, const Work &w, const RowWeights<
     load_values<T, Shape>(d, w, n, first[0]);
     add(first[0]);
   }
+#pragma unroll
+  for (int m = 0; m < EACH / 2; ++m)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) kept[(m * 4 + e) * 128] = sums[m][e];
 }
 
 KVPACK_D int sum_at(int value) { return (value + value / 4) * HEADS; }  // every fourth apart: no bank conflicts
