@@ -121,6 +121,7 @@ CASES = {
     "eight, two KV heads": Case(group=8, heads=2, encoded=(96,)),
     "ragged": Case(heads=2, encoded=(0, 32, 64, 160), dtype=torch.bfloat16),
     "long": Case(encoded=(2048, 32)),
+    "more sequences than a warp has lanes": Case(encoded=(32, 0, 64) * 12, heads=2),
     "blocks of 16": Case(encoded=(16, 48), block=16),
     "stages of 8": Case(stages=(32, 8)),
     "stages of 16": Case(stages=(32, 16)),

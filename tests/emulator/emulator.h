@@ -221,16 +221,21 @@ inline void __syncwarp(uint32_t mask = ~0u) { emulator::sync_warp(mask); }
 inline void named_barrier(int name, int threads) {
   emulator::wait(emulator::block->all[name], [threads] { return threads; });
 }
+// In a barrier's 64 bits: how many arrivals end a phase (16), how many there were (16), the phase (32).
+inline void barrier_init(uint64_t *barrier, int count) { *barrier = uint64_t(count); }
+inline void barrier_arrive(uint64_t *barrier) {
+  *barrier += 1 << 16;
+  if ((*barrier >> 16 & 0xFFFF) == (*barrier & 0xFFFF)) *barrier = (*barrier & 0xFFFF) | ((*barrier >> 32) + 1) << 32;
+}
+inline void barrier_wait(uint64_t *barrier, int phase) {
+  while ((*barrier >> 32 & 1) == uint64_t(phase & 1)) emulator::yield();
+}
 template <class V> V __shfl_sync(uint32_t m, V v, int from, int width = 32) {
   const int lane = emulator::lane();
   return emulator::exchange(m, v, (lane & ~(width - 1)) | (from & (width - 1)));
 }
 template <class V> V __shfl_xor_sync(uint32_t m, V v, int x, int = 32) {
   return emulator::exchange(m, v, emulator::lane() ^ x);
-}
-template <class V> V __shfl_down_sync(uint32_t m, V v, unsigned n, int width = 32) {
-  const int lane = emulator::lane();
-  return emulator::exchange(m, v, (lane & (width - 1)) + int(n) < width ? lane + int(n) : lane);
 }
 template <class V> V __shfl_up_sync(uint32_t m, V v, unsigned n, int width = 32) {
   const int lane = emulator::lane();
@@ -248,19 +253,26 @@ inline uint32_t __ballot_sync(uint32_t mask, int p) {
 }
 inline int __any_sync(uint32_t m, int p) { return __ballot_sync(m, p) != 0; }
 inline int __all_sync(uint32_t m, int p) { return __ballot_sync(m, !p) == 0; }
+template <class V, class F> V reduce_sync(uint32_t m, V v, F &&f) {  // m: the whole warp
+  for (int n = 16; n; n >>= 1) v = f(v, __shfl_xor_sync(m, v, n));
+  return v;
+}
+template <class V> V __reduce_add_sync(uint32_t m, V v) { return reduce_sync(m, v, [](V a, V b) { return a + b; }); }
+template <class V> V __reduce_min_sync(uint32_t m, V v) {
+  return reduce_sync(m, v, [](V a, V b) { return a < b ? a : b; });
+}
+template <class V> V __reduce_max_sync(uint32_t m, V v) {
+  return reduce_sync(m, v, [](V a, V b) { return a > b ? a : b; });
+}
 inline void __threadfence() {}
-inline void __threadfence_block() {}
 template <class V> V __ldg(const V *p) { return *p; }
 template <class V> V __ldcg(const V *p) { return *p; }
-template <class V> V __ldcs(const V *p) { return *p; }
 template <class V> void __stcg(V *p, V v) { *p = v; }
 template <class V, class W> V atomicAdd(V *p, W v) { V old = *p; *p = old + V(v); return old; }
 template <class V, class W> V atomicMax(V *p, W v) { V old = *p; if (V(v) > old) *p = V(v); return old; }
 template <class V, class W> V atomicMin(V *p, W v) { V old = *p; if (V(v) < old) *p = V(v); return old; }
 template <class V, class W> V atomicOr(V *p, W v) { V old = *p; *p = old | V(v); return old; }
-inline unsigned atomicInc(unsigned *p, unsigned last) { unsigned old = *p; *p = old >= last ? 0 : old + 1; return old; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   const uint64_t both = uint64_t(b) << 32 | a;
@@ -289,11 +301,6 @@ inline float __fsub_rn(float a, float b) { volatile float y = a - b; return y; }
 inline float __fdiv_rn(float a, float b) { volatile float y = a / b; return y; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline unsigned __vadd4(unsigned a, unsigned b) {
-  unsigned out = 0;
-  for (int n = 0; n < 32; n += 8) out |= ((a >> n) + (b >> n) & 255) << n;
-  return out;
-}
 using std::max;
 using std::min;
 inline int min(int a, unsigned b) { return a < int(b) ? a : int(b); }

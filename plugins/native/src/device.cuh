@@ -21,6 +21,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NOTHING = -1e30f;  // the maximum of no scores: finite, so that exp2(NOTHING - NOTHING) is not NaN
 
 #ifdef KVPACK_EMULATE
+using ::barrier_arrive;
+using ::barrier_init;
+using ::barrier_wait;
 using ::ldmatrix;
 using ::mma_16816;
 using ::mma_16816_from;
@@ -39,10 +42,8 @@ template <int LEFT> KVPACK_D void copy_async_wait() {}
 template <class W> KVPACK_D W load_streamed(const W *p) { return *p; }
 KVPACK_D uint32_t load_shared_32(uint32_t a) { uint32_t x; memcpy(&x, ::shared_pointer(a), 4); return x; }
 KVPACK_D uint2 load_shared_64(uint32_t a) { uint2 x; memcpy(&x, ::shared_pointer(a), 8); return x; }
-KVPACK_D uint4 load_shared_128(uint32_t a) { uint4 x; memcpy(&x, ::shared_pointer(a), 16); return x; }
 template <uint32_t S> KVPACK_D uint32_t permute(uint32_t a, uint32_t b) { return __byte_perm(a, b, S); }
 KVPACK_D void prefetch(const void *) {}
-KVPACK_D void prefetch_l2(const void *, int) {}
 KVPACK_D void wait_for_previous_kernel() {}
 KVPACK_D void let_next_kernel_start() {}
 #else
@@ -84,11 +85,6 @@ KVPACK_D uint2 load_shared_64(uint32_t a) {
   asm volatile("ld.shared.v2.b32 {%0,%1},[%2];" : "=r"(x.x), "=r"(x.y) : "r"(a));
   return x;
 }
-KVPACK_D uint4 load_shared_128(uint32_t a) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(a));
-  return x;
-}
 template <uint32_t S> KVPACK_D uint32_t permute(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "n"(S));
@@ -98,13 +94,6 @@ KVPACK_D void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(name), "r"(threads) : "memory");
 }
 KVPACK_D void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-KVPACK_D void prefetch_l2(const void *p, int bytes) {  // both multiples of 16
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(p), "r"(bytes) : "memory");
-#else
-  for (int n = 0; n < bytes; n += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(p) + n));
-#endif
-}
 KVPACK_D void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -114,6 +103,20 @@ KVPACK_D void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+// A barrier in shared memory that one may arrive at without waiting. Its phases 0, 1, .. end with `count` arrivals each;
+// a phase may be waited for until the next one ends.
+KVPACK_D void barrier_init(uint64_t *barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+KVPACK_D void barrier_arrive(uint64_t *barrier) {
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state,[%0];}" ::"r"(shared_address(barrier)) : "memory");
+}
+KVPACK_D void barrier_wait(uint64_t *barrier, int phase) {
+  uint32_t ended = 0;
+  while (!ended)
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.b32 %0,1,0,p;}"
+                 : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase & 1) : "memory");
 }
 // c [16, 8] += a [16, 16] b [16, 8]; fragments as in PTX's mma.m16n8k16.
 template <class T> KVPACK_D void mma_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);

@@ -17,7 +17,6 @@ namespace {
 using namespace vqkv_table;
 
 constexpr int MOST_SPLITS = 32, TARGET_BLOCKS = 128;
-constexpr int ITEM_COST = 16;  // of starting and ending an item, in tiles
 constexpr unsigned DECODE_BYTES = D * D * 2, VALUE_BYTES = ENTRIES * D;
 
 // Tables of a set in `prepared`, in this order: the key codewords of one or two blocks of 32 columns, halves, as they
@@ -38,36 +37,6 @@ __host__ __device__ inline int column_lookup(int column, int extra) {
   }
 }
 
-struct Args {
-  Merge merge;
-  const int8_t *codes_k, *codes_v;
-  const unsigned char *prepared;
-  const float *k_mean;
-  const int32_t *past_len;
-  kvpack_geometry geometry;
-  int batch, sets, code_rows;
-  float scale;                // to log2 units
-  uint8_t first_group[2 * 8]; // of the columns of a quad
-};
-
-// -- what is to be done
-
-// A sequence's tiles are cut in `used` items of `each`; a sequence without any is one item.
-struct Sequence {
-  int tiles, each, used, cost;  // cost: of an item
-  KVPACK_D int items() const { return max(used, 1); }
-};
-KVPACK_D Sequence sequence_of(const Args &a, int b) {
-  constexpr int UNIT = WARPS * DEPTH;
-  Sequence s{};
-  if (a.merge.new_len[b] > 0) s.tiles = min(encoded_rows(a.geometry, a.past_len[b]), a.code_rows - VQ_TILE) / VQ_TILE;
-  const int splits = a.merge.decode.splits;
-  s.each = max((s.tiles + splits * UNIT - 1) / (splits * UNIT), 1) * UNIT;
-  s.used = (s.tiles + s.each - 1) / s.each;
-  s.cost = ITEM_COST + (s.used ? s.each : 0);
-  return s;
-}
-
 // -- the kernel
 
 // f(Size<N>()) || f(Size<N + 1>()) || .. around a ring of SIZE: a loop whose counter is a constant from the start.
@@ -77,11 +46,13 @@ template <int SIZE, int N, int LEFT = SIZE, class F> KVPACK_D bool any_slot(F &&
 }
 
 template <class T, int EXTRA> struct Block {
-  static constexpr int TABLES = key_tables(EXTRA), TILE_K = VQ_TILE * (32 + 8 * EXTRA), TILE_V = VQ_TILE * 32;
+  static constexpr int TABLES = key_tables(EXTRA), BUFFERS = buffers(EXTRA);
+  static constexpr int TILE_K = VQ_TILE * (32 + 8 * EXTRA), TILE_V = VQ_TILE * 32;
   const Args &a;
   const Shared &s;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int set = -1;  // whose values are in the table
+  int set = -1;    // whose values are in the table
+  int stored = 0;  // items whose sums were stored
 
   // Items first .. last - 1 of KV head h of sequence b.
   KVPACK_D void run(const Sequence &sequence, int b, int h, int first, int last) {
@@ -106,7 +77,7 @@ template <class T, int EXTRA> struct Block {
       any_slot<DEPTH, 0>([&](auto slot) {
         constexpr int n = decltype(slot)::value;
         load_keys(keys[n]);
-        if (!OVERLAPPED || n < DEPTH - 1) load_values(values[n], Size<1>());
+        if (n < DEPTH - 1) load_values(values[n], Size<1>());
         return false;
       });
       make_tables(b, h, head0 + done, heads_now);
@@ -114,54 +85,51 @@ template <class T, int EXTRA> struct Block {
       const Scorer<EXTRA> scorer(lane);
       constexpr uint32_t value_table = TABLES_AT + TABLES * TABLE_BYTES;
       const uint32_t place = ((lane >> 1 & 1) * 8 + (lane >> 2)) * 8 + (lane & 1) * 4;
-      for (int item = first; item < last; ++item) {
+      for (int item = first; item <= last; ++item) {
         const int stop = min((item + 1) * sequence.each, sequence.tiles);
         const int count = (stop - item * sequence.each - warp + WARPS - 1) / WARPS;
         Running running(lane);
         int tile = 0;
-        // A tile; whether it was the last. The order keeps many lookups in flight.
+        // A tile; whether it was the last. Values of the tile before are weighed beside the scores of this one. The
+        // order keeps many lookups in flight.
         auto attend = [&](auto slot, auto first_tile) {
           constexpr int n = decltype(slot)::value;
           constexpr bool FIRST = decltype(first_tile)::value;
           float score[2][4];
           uint2 low[scorer.HALF], high[scorer.HALF];
           uint32_t x[2][4], y[2][4];
-          uint4 &weighted = values[OVERLAPPED ? (n + DEPTH - 1) % DEPTH : n];  // overlapped: of the tile before
-          auto load_weighted = [&](const uint4 &codes) {
-            running.load(x, codes.x, codes.y, place, value_table);
-            running.load(y, codes.z, codes.w, place, value_table);
-          };
+          uint4 &before = values[(n + DEPTH - 1) % DEPTH];
           scorer.template load<0>(low, keys[n]);
-          if constexpr (OVERLAPPED && !FIRST) running.load(x, weighted.x, weighted.y, place, value_table);
+          if constexpr (!FIRST) running.load(x, before.x, before.y, place, value_table);
           if constexpr (EXTRA < 3) scorer.template load<1>(high, keys[n]);
           scorer.sum(score[0], running.from, low);
           if constexpr (EXTRA >= 3) scorer.template load<1>(high, keys[n]);
           load_keys(keys[n]);
-          if constexpr (OVERLAPPED) {
-            if constexpr (!FIRST) running.load(y, weighted.z, weighted.w, place, value_table);
-            load_values(weighted, Size<2>());
-            if constexpr (!FIRST) running.template add<0>(x);
-            scorer.sum(score[1], running.from, high);
-            if constexpr (!FIRST) running.template add<1>(y);
-            running.weigh(score, lane);
-            if (++tile < count) return false;
-            load_weighted(values[n]);
-          } else {
-            scorer.sum(score[1], running.from, high);
-            load_weighted(weighted);
-            load_values(weighted, Size<1>());
-            running.weigh(score, lane);
-          }
+          if constexpr (!FIRST) running.load(y, before.z, before.w, place, value_table);
+          load_values(before, Size<2>());
+          if constexpr (!FIRST) running.template add<0>(x);
+          scorer.sum(score[1], running.from, high);
+          if constexpr (!FIRST) running.template add<1>(y);
+          running.weigh(score, lane);
+          if (++tile < count) return false;
+          running.load(x, values[n].x, values[n].y, place, value_table);
+          running.load(y, values[n].z, values[n].w, place, value_table);
           running.template add<0>(x);
           running.template add<1>(y);
-          return OVERLAPPED || ++tile == count;
+          return true;
         };
-        if (count > 0 && !attend(Size<0>(), Size<1>()))
+        if (item < last && count > 0 && !attend(Size<0>(), Size<1>()))
           while (!any_slot<DEPTH, 1 % DEPTH>([&](auto slot) { return attend(slot, Size<0>()); })) {}
-        __syncthreads();  // the sums of the item before are read
-        store_sums(s, running, lane, warp);
-        __syncthreads();
-        merge_warps(s, a.merge.decode, head0 + done, heads_now, item, lane, warp);
+        if (item > first) {  // merge the item before: its sums have come meanwhile
+          barrier_wait(s.stored, stored - 1);
+          merge_warps(s, a.merge.decode, (stored - 1) % BUFFERS, head0 + done, heads_now, item - 1, lane, warp);
+          if constexpr (BUFFERS == 1) __syncthreads();
+        }
+        if (item < last) {
+          store_sums(s, running, stored++ % BUFFERS, lane, warp);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(s.stored);
+        }
       }
     }
   }
@@ -171,9 +139,6 @@ template <class T, int EXTRA> struct Block {
     const unsigned char *tables = a.prepared + now * set_bytes(EXTRA);
     const uint4 *decode = reinterpret_cast<const uint4 *>(tables + TABLES * TABLE_BYTES);
     __syncthreads();  // the tables are not in use
-    for (unsigned n = threadIdx.x; n < TABLES * TABLE_BYTES / 16; n += WARPS * 32)
-      copy_async_16(s.keys + 16 * n, tables + 16 * n);
-    copy_async_commit();
     if (now != set) {
       const uint4 *from = decode + DECODE_BYTES / 16;
       uint4 *to = reinterpret_cast<uint4 *>(s.values);
@@ -185,77 +150,70 @@ template <class T, int EXTRA> struct Block {
       }
       set = now;
     }
+    const Codewords<TABLES> codewords(tables, lane, warp);
+    const Query query(decode, a.k_mean + h * D, lane, warp);
     wait_for_previous_kernel();
-    prepare_query(s, a.scale, decode, a.k_mean + h * D, static_cast<const T *>(a.merge.decode.query) + head * D, heads);
-    copy_async_wait<0>();
+    query.store(s, a.scale, static_cast<const T *>(a.merge.decode.query) + head * D, heads, lane, warp);
     __syncthreads();
-    make_products<TABLES>(s, a.first_group);
+    codewords.multiply(s, a.first_group, lane, warp);
     __syncthreads();
   }
 };
 
 // Persistent blocks: all items of all sequences and KV heads in a row, each block takes its share of their cost. What
-// an item gives depends on its sequence alone.
+// an item gives depends on its sequence alone. The plan is in shared memory: the loop over tiles needs the registers.
 template <class T, int EXTRA> __global__ void __launch_bounds__(32 * WARPS, 1) vqkv_table_kernel(const Args a) {
+  let_next_kernel_start();
   KVPACK_DYNAMIC_SHARED(memory);
-  const Shared s(memory, key_tables(EXTRA));
+  const Shared s(memory, EXTRA);
   const int lane = threadIdx.x & 31, heads = a.merge.kv_heads;
-  auto cost_of = [&](int b) {
-    if (b >= a.batch) return 0;
-    const Sequence sequence = sequence_of(a, b);
-    return heads * sequence.items() * sequence.cost;
-  };
-  int total = 0;
-  for (int b = lane; b < a.batch; b += 32) total += cost_of(b);
-#pragma unroll
-  for (int n = 16; n; n >>= 1) total += __shfl_xor_sync(~0u, total, n);
-  const int from = int(int64_t(total) * blockIdx.x / gridDim.x);
-  const int to = int(int64_t(total) * (blockIdx.x + 1) / gridDim.x);
+  if (threadIdx.x == 0) barrier_init(s.stored, WARPS);
+  auto sequence_of_lane = [&](int base) { return base + lane < a.batch ? sequence_of(a, base + lane) : Sequence{}; };
+  Sequence mine = sequence_of_lane(0);
+  int total = 0, least = 1 << 30, most = 1;  // cost; of an item
+  for (int base = 0;; mine = sequence_of_lane(base)) {
+    total += heads * mine.used * mine.cost;
+    if (mine.used) least = min(least, mine.cost), most = max(most, mine.cost);
+    if ((base += 32) >= a.batch) break;
+  }
+  total = __reduce_add_sync(~0u, total);
+  least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+  int share = (total + gridDim.x - 1) / gridDim.x;
+  if (least == most) share = (share + most - 1) / most * most;  // whole items: fewer blocks that work on two heads
+  const int from = min(int64_t(share) * blockIdx.x, int64_t(total)), to = min(int64_t(from) + share, int64_t(total));
 
-  int b = 0, start = 0;  // of the first sequence that reaches into the share
-  for (int base = 0; base < a.batch; base += 32) {
-    const int cost = cost_of(base + lane);
-    int before = cost;
+  Block<T, EXTRA> block{a, s};
+  int end = 0;  // of the sequences before
+  for (int base = 0; base < a.batch && end < to; base += 32) {
+    if (a.batch > 32) mine = sequence_of_lane(base);
+    const int cost = heads * mine.used * mine.cost;
+    int start = cost;
 #pragma unroll
     for (int n = 1; n < 32; n <<= 1) {
-      const int other = __shfl_up_sync(~0u, before, n);
-      if (lane >= n) before += other;
+      const int other = __shfl_up_sync(~0u, start, n);
+      if (lane >= n) start += other;
     }
-    const uint32_t beyond = __ballot_sync(~0u, start + before > from);
-    const int found = beyond ? __ffs(beyond) - 1 : 31;
-    const int rest = __shfl_sync(~0u, beyond ? before - cost : before, found);
-    start += rest;
-    b = base + found;
-    if (beyond) break;
-  }
-
-  // Calls f(sequence, b, h, first item, last + 1) for the share's part of every (b, h).
-  auto each_run = [&](auto &&f) {
-    for (int n = b, at = start; n < a.batch && at < to; ++n) {
-      const Sequence sequence = sequence_of(a, n);
-      const int items = sequence.items(), all = heads * items;
-      const int last = min((to - at + sequence.cost - 1) / sequence.cost, all);
-      for (int item = max(from - at + sequence.cost - 1, 0) / sequence.cost; item < last;) {
-        const int h = item / items, first = item % items, count = min(items - first, last - item);
-        f(sequence, n, h, first, first + count);
+    start += end - cost;
+    end = __shfl_sync(~0u, start + cost, 31);
+    uint32_t left = __ballot_sync(~0u, start < to && start + cost > from);
+    if (threadIdx.x < 32) {
+      const int last = min((to - start + mine.cost - 1) / max(mine.cost, 1), heads * mine.used);
+      s.plan[lane] = {mine, max(from - start + mine.cost - 1, 0) / max(mine.cost, 1), last};
+    }
+    __syncthreads();
+    for (; left; left &= left - 1) {
+      const Shared::Plan &plan = s.plan[__ffs(left) - 1];
+      for (int item = plan.first; item < plan.last;) {
+        const Sequence sequence = plan.sequence;
+        const int h = item / sequence.used, first = item - h * sequence.used;
+        const int count = min(sequence.used - first, plan.last - item);
+        block.run(sequence, base + __ffs(left) - 1, h, first, first + count);
         item += count;
       }
-      at += all * sequence.cost;
     }
-  };
-  Block<T, EXTRA> block{a, s};
-  each_run([&](const Sequence &sequence, int b, int h, int first, int last) {
-    if (sequence.used) block.run(sequence, b, h, first, last);
-  });
-  wait_for_previous_kernel();
-  each_run([&](const Sequence &sequence, int b, int h, int first, int last) {  // apart: it wants registers of its own
-    if (last - first > 1) {  // merge_last tells of one more
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) atomicAdd(a.merge.decode.counter + b * heads + h, unsigned(last - first - 1));
-    }
-    merge_last<T, D>(a.merge, b, h, sequence.used);
-  });
+    __syncthreads();
+  }
+  wait_for_previous_kernel();  // in every block
 }
 
 // -- tables in global memory
@@ -377,8 +335,11 @@ int vqkv_table_decode(const kvpack_layer &layer, const kvpack_step &step, const 
   const int extra = extra_of(vq);
   auto start = [&](auto type, auto size) {
     using T = typename decltype(type)::type;
-    return launch_early(vqkv_table_kernel<T, decltype(size)::value>, dim3(min(most, multiprocessors())),
-                        dim3(32 * WARPS), shared_bytes(extra), step.stream, a);
+    const int error = launch_early(vqkv_table_kernel<T, decltype(size)::value>, dim3(min(most, multiprocessors())),
+                                   dim3(32 * WARPS), shared_bytes(extra), step.stream, a);
+    return error ? error
+                 : launch_early(merge_kernel<T>, dim3(layer.num_kv_heads, step.batch), dim3(HEADS * D), 0, step.stream,
+                                a);
   };
   auto start_as = [&](auto type) {
     switch (extra) {

@@ -10,7 +10,7 @@ size_t vqkv_table_prepared(const kvpack_layer &, const kvpack_vqkv &);
 int vqkv_table_prepare(const kvpack_layer &, const kvpack_vqkv &, void *prepared, void *stream);
 int vqkv_table_splits(const kvpack_layer &);  // what Decode::splits must be, of sequences of any length
 size_t vqkv_table_workspace(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &);  // of the next; 0
-// The splits and their merge; after decode_begin.
+// Two launches, the splits and their merge; after decode_begin.
 int vqkv_table_decode(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &, const void *prepared,
                       const Decode &, void *workspace);
 

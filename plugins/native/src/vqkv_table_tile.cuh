@@ -1,135 +1,157 @@
 // Decode attention over VQKV codes by tables: making a table, and what a warp does with tiles. See vqkv_table.cu.
 #pragma once
-#include "vqkv_table.cuh"
+#include "vqkv_table_merge.cuh"
 
 namespace kvpack {
 namespace vqkv_table {
 
-constexpr int D = 128, GROUPS = D / 4, ENTRIES = 256, HEADS = 4;  // HEADS: query heads of a pass
 constexpr unsigned TABLE_BYTES = ENTRIES * 256;  // of 32 columns of keys, or of both copies of the values
 constexpr unsigned TABLES_AT = 2048;  // shared address of the tables: known when compiled, so that no lookup adds it
 
-#ifndef KVPACK_TUNING
-constexpr int WARPS = 16, DEPTH = 2;  // of a block; tiles that a warp loads ahead
-// Weighted sums of a tile's values are taken beside the scores of the next; products are added in twos as halves.
-constexpr bool OVERLAPPED = true, PAIRED = true;
-#else
-constexpr int WARPS = KVPACK_WARPS, DEPTH = KVPACK_DEPTH;
-constexpr bool OVERLAPPED = KVPACK_OVERLAPPED, PAIRED = KVPACK_PAIRED;
-#endif
-
 // Lookups beyond 32 come by eights: `extra`. They have a table of their own.
 __host__ __device__ constexpr int key_tables(int extra) { return extra ? 2 : 1; }
+// Sums of an item are merged beside the work on the next, where there is space for both.
+__host__ __device__ constexpr int buffers(int extra) { return extra ? 1 : 2; }
 
-// A block's shared memory. What is static there must end before TABLES_AT.
+// A block's shared memory. Nothing is static there: the plan is just before TABLES_AT.
 struct Shared {
   unsigned char *keys, *values;  // tables
   float *offset;                 // [HEADS]: q.mean
-  float *sums;                   // [WARPS][HEADS][D]
-  float2 *mass;                  // [WARPS][HEADS]
+  uint64_t *stored;              // barrier: a phase ends when all warps' sums of an item are stored
+  float2 *mass;                  // [buffers][WARPS][HEADS]
+  float *sums;                   // [buffers][WARPS][HEADS][D]
+  struct Plan {
+    Sequence sequence;
+    int first, last;  // items of all KV heads in a row
+  } *plan;                       // [32], of as many sequences, before the tables
   uint16_t *query;               // half [HEADS][D]: q' in log2 units, where sums will be
-  KVPACK_D Shared(unsigned char *memory, int tables)
-      : keys(memory + (TABLES_AT - shared_address(memory))), values(keys + tables * TABLE_BYTES),
-        offset((float *)(values + TABLE_BYTES)), sums(offset + HEADS), mass((float2 *)(sums + WARPS * HEADS * D)),
-        query((uint16_t *)sums) {}
+  KVPACK_D Shared(unsigned char *memory, int extra)
+      : keys(memory + (TABLES_AT - shared_address(memory))), values(keys + key_tables(extra) * TABLE_BYTES),
+        offset((float *)(values + TABLE_BYTES)), stored((uint64_t *)(offset + HEADS)), mass((float2 *)(stored + 2)),
+        sums((float *)(mass + buffers(extra) * WARPS * HEADS)), plan((Plan *)(keys - 1024)), query((uint16_t *)sums) {}
 };
 constexpr size_t shared_bytes(int extra) {  // the first shared address is 1024
-  return TABLES_AT - 1024 + (key_tables(extra) + 1) * TABLE_BYTES + HEADS * 4 + WARPS * HEADS * (D * 4 + 8);
+  return TABLES_AT - 1024 + (key_tables(extra) + 1) * TABLE_BYTES + HEADS * 4 + 16 +
+         buffers(extra) * WARPS * HEADS * (D * 4 + 8);
 }
 
 // -- making the table
 
 template <class T> KVPACK_D uint32_t as_halves(const T *two) {
-  const float2 x = unpack2<T>(*reinterpret_cast<const uint32_t *>(two));
+  const uint32_t pair = *reinterpret_cast<const uint32_t *>(two);
+  if constexpr (std::is_same_v<T, half_t>) return pair;
+  const float2 x = unpack2<T>(pair);
   return pack2<half_t>(x.x, x.y);
 }
 
-// q' and q.mean, times `scale`, of 4 heads from q [heads, D], of which `heads` are real.
-template <class T>
-KVPACK_D void prepare_query(const Shared &s, float scale, const uint4 *decode, const float *mean, const T *q,
-                            int heads) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, column = lane & 3;
-  float own[D / 32] = {}, means[D / 32] = {};  // of head `warp`; loaded first so as to wait once
-  if (warp < heads)
+// q' and q.mean, times a scale, of 4 heads. A warp does 8 rows of the decode matrix; what does not depend on q is
+// loaded before q is there.
+struct Query {
+  static_assert(WARPS == D / 8 && WARPS >= HEADS);
+  uint4 fragment[D / 32];
+  float mean[D / 32];
+  KVPACK_D Query(const uint4 *decode, const float *k_mean, int lane, int warp) {
 #pragma unroll
-    for (int n = 0; n < D / 32; ++n) own[n] = to_float(q[warp * D + 32 * n + lane]), means[n] = mean[32 * n + lane];
-  for (int tile = warp; tile < D / 8; tile += WARPS) {
-    uint4 fragment[D / 32];
+    for (int n = 0; n < D / 32; ++n)
+      fragment[n] = __ldg(decode + (warp * (D / 32) + n) * 32 + lane), mean[n] = __ldg(k_mean + 32 * n + lane);
+  }
+  // q [heads, D], of which `heads` are real.
+  template <class T>
+  KVPACK_D void store(const Shared &s, float scale, const T *q, int heads, int lane, int warp) const {
+    const int row = lane >> 2, column = lane & 3;
+    float own[D / 32] = {};  // of head `warp`
+    uint32_t left[D / 16][4] = {};
 #pragma unroll
-    for (int n = 0; n < D / 32; ++n) fragment[n] = decode[(tile * (D / 32) + n) * 32 + lane];
-    float c[4] = {};
+    for (int n = 0; n < D / 16; ++n)
+      if (row < heads) {
+        const T *at = q + row * D + 16 * n + 2 * column;
+        left[n][0] = as_halves(at), left[n][2] = as_halves(at + 8);
+      }
+    if (warp < heads)
+#pragma unroll
+      for (int n = 0; n < D / 32; ++n) own[n] = to_float(q[warp * D + 32 * n + lane]);
+    float c[4][4] = {}, sum = 0;  // sums apart: this is all latency
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
-      const T *at = q + row * D + 16 * n + 2 * column;
-      const bool real = row < heads;
-      const uint32_t left[4] = {real ? as_halves(at) : 0, 0, real ? as_halves(at + 8) : 0, 0};
       const uint4 &f = fragment[n / 2];
       const uint32_t right[2] = {n % 2 ? f.z : f.x, n % 2 ? f.w : f.y};
-      mma_16816<half_t>(c, left, right);
+      mma_16816<half_t>(c[n % 4], left[n], right);
     }
     if (row < HEADS)
-      reinterpret_cast<uint32_t *>(s.query)[(row * D + 8 * tile) / 2 + column] =
-          pack2<half_t>(c[0] * scale, c[1] * scale);
+      reinterpret_cast<uint32_t *>(s.query)[(row * D + 8 * warp) / 2 + column] =
+          pack2<half_t>((c[0][0] + c[1][0] + (c[2][0] + c[3][0])) * scale,
+                        (c[0][1] + c[1][1] + (c[2][1] + c[3][1])) * scale);
+#pragma unroll
+    for (int n = 0; n < D / 32; ++n) sum += own[n] * mean[n];
+#pragma unroll
+    for (int n = 16; n; n >>= 1) sum += __shfl_xor_sync(~0u, sum, n);
+    if (warp < HEADS && lane == 0) s.offset[warp] = sum * scale;
   }
-  float sum = 0;
-#pragma unroll
-  for (int n = 0; n < D / 32; ++n) sum += own[n] * means[n];
-#pragma unroll
-  for (int n = 16; n; n >>= 1) sum += __shfl_xor_sync(~0u, sum, n);
-  if (warp < HEADS && lane == 0) s.offset[warp] = sum * scale;
-}
+};
 
-// Codewords to products with q', in place. A warp does 8 rows of 32 columns at a time: codewords on the right of the
-// mma, on its left the query's 4 dimensions of 4 columns, a row for a head and column.
-// first_group: of each 4 columns.
-template <int TABLES> KVPACK_D void make_products(const Shared &s, const uint8_t (&first_group)[16]) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, column = lane & 3;
-  const bool mine = row >> 1 == column;
-  for (int chunk = warp; chunk < TABLES * ENTRIES / 8; chunk += WARPS) {
-    uint4 *memory = reinterpret_cast<uint4 *>(s.keys) + chunk * 128;
-    uint4 codewords[4];
+// Codewords, loaded before q' is there, to products with it. A warp does 8 rows of 16 columns at a time: codewords on
+// the right of the mma, on its left the query's 4 dimensions of 4 columns, a row for a head and column.
+template <int TABLES> struct Codewords {
+  static constexpr int BLOCKS = 2, CHUNKS = ENTRIES / 8 * BLOCKS / WARPS;  // halves of a row; of a warp in one of them
+  uint4 loaded[TABLES][CHUNKS][2];
+  KVPACK_D Codewords(const unsigned char *tables, int lane, int warp) {
+    const uint4 *from = reinterpret_cast<const uint4 *>(tables) + (warp / BLOCKS * 2 + warp % BLOCKS) * 64 + lane;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) codewords[n] = memory[n * 32 + lane];
-    __syncwarp();
+    for (int table = 0; table < TABLES; ++table)
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {  // of 16 columns: half a row of the table
-      uint32_t word[4][2];                     // of 4 columns each: two rows
+      for (int chunk = 0; chunk < CHUNKS; ++chunk)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          loaded[table][chunk][n] =
+              load_streamed(from + table * TABLE_BYTES / 16 + chunk * (WARPS / BLOCKS) * 128 + n * 32);
+  }
+  // first_group: of each 4 columns.
+  KVPACK_D void multiply(const Shared &s, const uint8_t (&first_group)[16], int lane, int warp) const {
+    const int row = lane >> 2, column = lane & 3, block = warp % BLOCKS;
+    const bool mine = row >> 1 == column;
+#pragma unroll
+    for (int table = 0; table < TABLES; ++table) {
+      uint32_t left[4][4] = {};
 #pragma unroll
       for (int quad = 0; quad < 4; ++quad) {
-        const uint4 &both = codewords[2 * block + quad / 2];
-        const uint32_t right[2] = {quad % 2 ? both.z : both.x, quad % 2 ? both.w : both.y};
-        const int group = first_group[chunk / (ENTRIES / 8) * 8 + block * 4 + quad] + column;
-        uint32_t left[4] = {};
-        if (mine) {
-          const uint16_t *q = s.query + (row & 1) * 2 * D + group * 4;
-          const uint2 first = *reinterpret_cast<const uint2 *>(q), second = *reinterpret_cast<const uint2 *>(q + D);
-          left[0] = first.x, left[1] = second.x, left[2] = first.y, left[3] = second.y;
-        }
-        float c[4] = {};
-        mma_16816<half_t>(c, left, right);
-        word[quad][0] = pack2<half_t>(c[0], c[2]);
-        word[quad][1] = pack2<half_t>(c[1], c[3]);
+        const int group = first_group[table * 8 + block * 4 + quad] + column;
+        const uint16_t *q = s.query + (row & 1) * 2 * D + group * 4;
+        const uint2 first = *reinterpret_cast<const uint2 *>(q), second = *reinterpret_cast<const uint2 *>(q + D);
+        if (mine) left[quad][0] = first.x, left[quad][1] = second.x, left[quad][2] = first.y, left[quad][3] = second.y;
       }
-      // Word `step` becomes the one of quad (step ^ column): then no two lanes store to a bank.
-      auto exchange = [&](uint32_t &x, uint32_t &y, bool really) {
-        const uint32_t old = x;
-        x = really ? y : x;
-        y = really ? old : y;
-      };
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        exchange(word[0][n], word[1][n], column & 1);
-        exchange(word[2][n], word[3][n], column & 1);
-        exchange(word[0][n], word[2][n], column & 2);
-        exchange(word[1][n], word[3][n], column & 2);
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        uint32_t word[4][2];  // of 4 columns each: two rows
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
-          reinterpret_cast<uint32_t *>(memory)[(2 * column + n) * 64 + block * 32 + (step ^ column) * 8 + row] =
-              word[step][n];
+        for (int quad = 0; quad < 4; ++quad) {
+          const uint4 &both = loaded[table][chunk][quad / 2];
+          const uint32_t right[2] = {quad % 2 ? both.z : both.x, quad % 2 ? both.w : both.y};
+          float c[4] = {};
+          mma_16816<half_t>(c, left[quad], right);
+          word[quad][0] = pack2<half_t>(c[0], c[2]);
+          word[quad][1] = pack2<half_t>(c[1], c[3]);
+        }
+        // Word `step` becomes the one of quad (step ^ column): then no two lanes store to a bank.
+        auto exchange = [&](uint32_t &x, uint32_t &y, bool really) {
+          const uint32_t old = x;
+          x = really ? y : x;
+          y = really ? old : y;
+        };
+        uint32_t *memory = reinterpret_cast<uint32_t *>(s.keys + table * TABLE_BYTES) +
+                           (chunk * (WARPS / BLOCKS) + warp / BLOCKS) * 512 + block * 32 + row;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          exchange(word[0][n], word[1][n], column & 1);
+          exchange(word[2][n], word[3][n], column & 1);
+          exchange(word[0][n], word[2][n], column & 2);
+          exchange(word[1][n], word[3][n], column & 2);
+#pragma unroll
+          for (int step = 0; step < 4; ++step) memory[(2 * column + n) * 64 + (step ^ column) * 8] = word[step][n];
+        }
       }
     }
   }
-}
+};
 
 // -- a warp's tiles
 
@@ -195,12 +217,12 @@ template <int EXTRA> struct Scorer {
       products[HALF - 1] = product<2 * HIGH + 1, 1>(codes.narrow, narrow, more + (EXTRA == 3 ? 128 : 0));
     }
   }
-  // Of 8 rows the scores of rows 2 (l % 4) and the next, of head l / 4 % 4, counted from `from`.
+  // Of 8 rows the scores of rows 2 (l % 4) and the next, of head l / 4 % 4, counted from `from`. Products are added in
+  // twos as halves.
   KVPACK_D void sum(float (&score)[4], const float (&from)[4], const uint2 (&products)[HALF]) const {
 #pragma unroll
-    for (int n = 0; n < HALF; n += PAIRED ? 2 : 1) {
-      uint32_t right[2] = {products[n].x, products[n].y};
-      if constexpr (PAIRED) right[0] = sum2(right[0], products[n + 1].x), right[1] = sum2(right[1], products[n + 1].y);
+    for (int n = 0; n < HALF; n += 2) {
+      const uint32_t right[2] = {sum2(products[n].x, products[n + 1].x), sum2(products[n].y, products[n + 1].y)};
       if (n) mma_16816<half_t>(score, select, right);
       else mma_16816_from(score, from, select, right);
     }
@@ -279,13 +301,15 @@ struct Running {
 // Where group `group` of a head is among its sums, so that neither stores nor loads of them conflict.
 KVPACK_D int sum_place(int head, int group) { return head * GROUPS + (group ^ (group >> 3 & 1) * 2 ^ (head >> 1) * 4); }
 
-KVPACK_D void store_sums(const Shared &s, Running &r, int lane, int warp) {
+KVPACK_D void store_sums(const Shared &s, Running &r, int buffer, int lane, int warp) {
   const int row = lane >> 2, column = lane & 3;
   float mass = r.mass;
   mass += __shfl_xor_sync(~0u, mass, 1);
   mass += __shfl_xor_sync(~0u, mass, 2);
   mass += __shfl_xor_sync(~0u, mass, 16);
-  if (lane < 16 && column == 0) s.mass[warp * HEADS + row] = make_float2(r.limit < 0 ? NOTHING : r.largest, mass);
+  warp += buffer * WARPS;
+  if (lane < 16 && column == 0) s.mass[warp * HEADS + row] =
+      make_float2(r.limit < 0 ? NOTHING : r.largest, mass);
   float4 *sums = reinterpret_cast<float4 *>(s.sums) + warp * HEADS * GROUPS;
 #pragma unroll
   for (int block = 0; block < 2; ++block)
@@ -297,11 +321,12 @@ KVPACK_D void store_sums(const Shared &s, Running &r, int lane, int warp) {
 }
 
 // The warps' sums to slot `split` of the query heads from head0 on.
-KVPACK_D void merge_warps(const Shared &s, const Decode &decode, int head0, int heads, int split, int lane, int warp) {
+KVPACK_D void merge_warps(const Shared &s, const Decode &decode, int buffer, int head0, int heads, int split, int lane,
+                          int warp) {
   for (int part = warp; part < HEADS * D / 32; part += WARPS) {
     const int head = part / (D / 32), d = part % (D / 32) * 32 + lane;
     if (head >= heads) continue;
-    const float2 mine = lane < WARPS ? s.mass[lane * HEADS + head] : make_float2(NOTHING, 0);
+    const float2 mine = lane < WARPS ? s.mass[(buffer * WARPS + lane) * HEADS + head] : make_float2(NOTHING, 0);
     float largest = mine.x;
 #pragma unroll
     for (int n = 16; n; n >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, n));
@@ -309,7 +334,7 @@ KVPACK_D void merge_warps(const Shared &s, const Decode &decode, int head0, int 
     float mass = factor * mine.y, sum = 0;
 #pragma unroll
     for (int n = 16; n; n >>= 1) mass += __shfl_xor_sync(~0u, mass, n);
-    const float *sums = s.sums + sum_place(head, d / 4) * 4 + d % 4;
+    const float *sums = s.sums + (buffer * WARPS * HEADS * GROUPS + sum_place(head, d / 4)) * 4 + d % 4;
 #pragma unroll
     for (int n = 0; n < WARPS; ++n) sum += __shfl_sync(~0u, factor, n) * sums[n * HEADS * D];
     const int64_t slot = int64_t(head0 + head) * (decode.splits + 1) + split;
