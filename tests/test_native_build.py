@@ -16,11 +16,9 @@ REGISTERS = 65536  # of a multiprocessor
 BLOCK = 1024  # threads that a block may have, where a kernel has no launch bounds
 STATIC_SHARED = 48 << 10
 DECODE = re.compile("decode|table_kernel|select")  # names of what a decode step launches
-SPILLED = {
-    "vqkv_table.cu": 448,
-    "vqkv_decode.cu": 160,
-}  # bytes that a kernel of these may store, outside its inner loop
-FEW = 8  # ... and of the others
+# Bytes that a kernel of these files may spill, outside its inner loop, and of the others.
+SPILLED = {"vqkv_table.cu": 448, "vqkv_decode.cu": 160}
+FEW = 8
 EVERY_ARCH = (80, 86, 89, 90, 100, 120)
 HEADER = (build.ROOT / "kvpack.h").read_text(encoding="utf-8")
 
