@@ -13,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from calib.gguf import cache_folder
+import debian
+
+from plugins.cache import cache_folder
 
 NAMES = (
     "chromium-headless-shell",
@@ -42,45 +43,13 @@ def find() -> tuple[str, dict[str, str]]:
         return path, dict(os.environ)
     root = cache_folder() / "browser"
     if not root.is_dir():
-        _fetch(root)
+        try:
+            debian.unpack(PACKAGE, root, "usr/lib/chromium/chromium-headless-shell")
+        except debian.Unavailable as error:
+            raise NoBrowser(f"no Chromium on PATH or in KVPACK_BROWSER, and {error}") from error
     libraries = [root / "usr/lib" / f"{platform.machine()}-linux-gnu" / part for part in ("", "pulseaudio")]
     paths = ":".join([*map(str, libraries), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     return str(root / "usr/lib/chromium/chromium-headless-shell"), {**os.environ, "LD_LIBRARY_PATH": paths}
-
-
-def _fetch(root: Path) -> None:
-    """Unpack the package and what it lacks into `root`, with apt's lists in a folder of their own: no rights needed."""
-    if not (shutil.which("apt-get") and shutil.which("dpkg")):
-        raise NoBrowser("no Chromium on PATH or in KVPACK_BROWSER, and no apt-get to fetch one with")
-    with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-        here = Path(folder)
-        for name in ("lists/partial", "cache/archives/partial", "root"):
-            (here / name).mkdir(parents=True)
-        apt = ["apt-get", "-qq", "-o", f"Dir::State::lists={here}/lists", "-o", f"Dir::Cache={here}/cache"]
-        apt += ["-o", "APT::Sandbox::User="]  # else root's apt downloads as a user who may not write here
-        _run([*apt, "update"], here)
-        plan = _run([*apt, "--simulate", "--no-install-recommends", "install", PACKAGE], here)
-        packages = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
-        _run([*apt, "download", *packages], here)
-        for file in sorted(here.glob("*.deb")):
-            _run(["dpkg", "--extract", str(file), str(here / "root")], here)
-        if not (here / "root/usr/lib/chromium/chromium-headless-shell").is_file():
-            raise NoBrowser(f"Debian's {PACKAGE} has no browser where it used to be")
-        try:
-            (here / "root").rename(root)
-        except OSError:  # another process was first
-            if not root.is_dir():
-                raise
-
-
-def _run(command: list[str], folder: Path) -> str:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    except subprocess.TimeoutExpired as error:
-        raise NoBrowser(f"{command[0]} took more than 300 s") from error
-    if done.returncode:
-        raise NoBrowser(f"{' '.join(command[:1] + command[-2:])} failed: {done.stderr.strip()[-300:]}")
-    return done.stdout
 
 
 class Page:

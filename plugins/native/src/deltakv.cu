@@ -68,9 +68,9 @@ ExactRows exact_rows(const kvpack_layer &layer, const kvpack_deltakv &d) {
 }
 
 struct Scratch {  // a step attends first and encodes then, in the same memory
-  void *query, *key, *keys, *values, *attention, *encode;
+  Many many;
   Decode decode;
-  int rows;  // of dense keys and values
+  void *attention, *encode;
   size_t bytes;
 };
 Scratch carve(char *base, const kvpack_layer &layer, const kvpack_step &step, const kvpack_deltakv &d) {
@@ -81,33 +81,12 @@ Scratch carve(char *base, const kvpack_layer &layer, const kvpack_step &step, co
     s.decode = carve_decode(carver, layer, step.batch, DELTAKV_SPLITS);
     s.attention = carver.take<char>(deltakv_decode_workspace(layer, step, d));
   } else {
-    const size_t row = size_t(step.batch) * layer.head_dim;
-    s.query = carver.take<uint16_t>(row * layer.num_heads * step.length);
-    s.key = carver.take<uint16_t>(row * layer.num_kv_heads * step.length);
-    s.rows = step.live > 0 ? step.live + step.length : 0;
-    s.keys = carver.take<uint16_t>(row * layer.num_kv_heads * s.rows);
-    s.values = carver.take<uint16_t>(row * layer.num_kv_heads * s.rows);
+    s.many = carve_many(carver, layer, step);
   }
   s.bytes = carver.used;
   const size_t encode = deltakv_encode_workspace(layer, step, d);
   if (encode > s.bytes) s.bytes = encode;
   return s;
-}
-
-int attend_many(const kvpack_layer &layer, const kvpack_step &step, const kvpack_deltakv &d, const ExactRows &exact,
-                const DeltaKVTables &tables, const Scratch &s) {
-  int error = rotate_new(layer, step, s.query, s.key);
-  if (error) return error;
-  const int64_t head = layer.head_dim;
-  if (step.live == 0) {
-    const int64_t stride = head * step.length;
-    return prefill_attention(layer, step, s.query, s.key, step.v, stride * layer.num_kv_heads, stride, 1);
-  }
-  error = restore_exact(layer, step, exact, s.key, s.keys, s.values, s.rows);
-  if (!error) error = deltakv_restore(layer, step, d, tables, s.keys, s.values, s.rows);
-  if (error) return error;
-  const int64_t stride = head * s.rows;
-  return prefill_attention(layer, step, s.query, s.keys, s.values, stride * layer.num_kv_heads, stride, 0);
 }
 
 }  // namespace
@@ -154,9 +133,10 @@ int kvpack_deltakv_attention(const kvpack_layer *layer, const kvpack_step *step,
     error = decode_begin(*layer, *step, exact, s.decode);
     if (!error) error = deltakv_decode(*layer, *step, *d, tables.decode, s.decode, s.attention);
   } else {
-    error = attend_many(*layer, *step, *d, exact, tables, s);
+    auto restore = [&](void *k, void *v, int rows) { return deltakv_restore(*layer, *step, *d, tables, k, v, rows); };
+    error = attend_many(*layer, *step, exact, s.many, restore);
   }
   if (!error && step->encode) error = deltakv_encode(*layer, *step, *d, tables, s.encode);
-  if (!error && step->length > 1) error = store_exact(*layer, *step, exact, s.key);
+  if (!error && step->length > 1) error = store_exact(*layer, *step, exact, s.many.key);
   return error;
 }

@@ -36,22 +36,6 @@ int check_pointers(const kvpack_intkv &kv) {
   return KVPACK_OK;
 }
 
-struct Prefill {
-  void *query, *key, *k, *v;  // T [B, Hq, S, D], [B, H, S, D], and where there is a past [B, H, rows, D] twice
-  int rows;
-};
-Prefill carve_prefill(Carver &carver, const kvpack_layer &layer, const kvpack_step &step) {
-  Prefill scratch = {};
-  const size_t rows = size_t(step.batch) * step.length * layer.head_dim;
-  scratch.query = carver.take<uint16_t>(rows * layer.num_heads);
-  scratch.key = carver.take<uint16_t>(rows * layer.num_kv_heads);
-  if (!step.live) return scratch;
-  scratch.rows = step.live + step.length;
-  const size_t dense = size_t(step.batch) * layer.num_kv_heads * scratch.rows * layer.head_dim;
-  scratch.k = carver.take<uint16_t>(dense), scratch.v = carver.take<uint16_t>(dense);
-  return scratch;
-}
-
 ExactRows exact_rows(const kvpack_layer &layer, const kvpack_intkv &kv) {
   const int64_t rows = kv.geometry.sinks + kv.geometry.window + kv.geometry.block, dim = layer.head_dim;
   return {kv.ring_k, kv.ring_v, layer.num_kv_heads * rows * dim, rows * dim, dim, kv.geometry, !kv.pre_rope};
@@ -68,20 +52,11 @@ int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack
 
 int prefill_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_intkv &kv) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Prefill scratch = carve_prefill(carver, layer, step);
+  const Many scratch = carve_many(carver, layer, step);
   if (int error = check_workspace(step, carver.used)) return error;
   const ExactRows exact = exact_rows(layer, kv);
-  const int64_t dim = layer.head_dim, rows = step.live ? scratch.rows : step.length;
-  const void *k = scratch.key, *v = step.v;
-  if (int error = rotate_new(layer, step, scratch.query, scratch.key)) return error;
-  if (step.live) {
-    k = scratch.k, v = scratch.v;
-    if (int error = restore_exact(layer, step, exact, scratch.key, scratch.k, scratch.v, scratch.rows)) return error;
-    if (int error = intkv_restore(layer, step, kv, scratch.k, scratch.v, scratch.rows)) return error;
-  }
-  if (int error = prefill_attention(layer, step, scratch.query, k, v, layer.num_kv_heads * rows * dim, rows * dim,
-                                    step.live == 0))
-    return error;
+  auto restore = [&](void *k, void *v, int rows) { return intkv_restore(layer, step, kv, k, v, rows); };
+  if (int error = attend_many(layer, step, exact, scratch, restore)) return error;
   if (step.encode)
     if (int error = intkv_encode(layer, step, kv, kv.pre_rope ? step.k : scratch.key)) return error;
   return store_exact(layer, step, exact, scratch.key);
@@ -115,7 +90,7 @@ extern "C" size_t kvpack_intkv_workspace(const kvpack_layer *layer, const kvpack
   if (check(*layer, *kv)) return 0;
   Carver carver = {nullptr};
   if (step->length == 1) carve_decode(carver, *layer, step->batch, intkv_splits(*layer, *kv));
-  else carve_prefill(carver, *layer, *step);
+  else carve_many(carver, *layer, *step);
   return carver.used;
 }
 

@@ -153,6 +153,28 @@ int prefill_attention(const kvpack_layer &, const kvpack_step &, const void *que
 // The exact rows after the step. key: the rotated new keys.
 int store_exact(const kvpack_layer &, const kvpack_step &, const ExactRows &, const void *key);
 
+// Scratch of such a step over a compressed cache: T [B, Hq, S, D], [B, H, S, D], and where there is a past
+// [B, H, rows, D] twice.
+struct Many {
+  void *query, *key, *k, *v;
+  int rows;
+};
+Many carve_many(Carver &, const kvpack_layer &, const kvpack_step &);
+// Its attention. restore(k, v, rows): writes the compressed rows to where restore_exact leaves room for them.
+template <class Restore>
+int attend_many(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const Many &scratch,
+                Restore &&restore) {
+  const void *k = scratch.key, *v = step.v;
+  if (int error = rotate_new(layer, step, scratch.query, scratch.key)) return error;
+  if (step.live) {
+    k = scratch.k, v = scratch.v;
+    if (int error = restore_exact(layer, step, exact, scratch.key, scratch.k, scratch.v, scratch.rows)) return error;
+    if (int error = restore(scratch.k, scratch.v, scratch.rows)) return error;
+  }
+  const int64_t stride = int64_t(step.live ? scratch.rows : step.length) * layer.head_dim;
+  return prefill_attention(layer, step, scratch.query, k, v, stride * layer.num_kv_heads, stride, step.live == 0);
+}
+
 // -- DenseObservedAttention (select.cu): fills d.selected. query: T [B, Hq, D] as Decode::query when S == 1 (not read
 // otherwise). When it is called the new token is already in row past_len[b] of d.k.
 size_t select_scratch(const kvpack_layer &, const kvpack_step &, const kvpack_dense &);

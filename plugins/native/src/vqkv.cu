@@ -135,22 +135,6 @@ int check_pointers(const kvpack_step &step, const kvpack_vqkv &vq) {
 
 // -- scratch
 
-struct Prefill {
-  void *query, *key, *k, *v;  // T [B, Hq, S, D], [B, H, S, D], and where there is a past [B, H, rows, D] twice
-  int rows;
-};
-Prefill carve_prefill(Carver &carver, const kvpack_layer &layer, const kvpack_step &step) {
-  Prefill scratch = {};
-  const size_t rows = size_t(step.batch) * step.length * layer.head_dim;
-  scratch.query = carver.take<uint16_t>(rows * layer.num_heads);
-  scratch.key = carver.take<uint16_t>(rows * layer.num_kv_heads);
-  if (!step.live) return scratch;
-  scratch.rows = step.live + step.length;
-  const size_t dense = size_t(step.batch) * layer.num_kv_heads * scratch.rows * layer.head_dim;
-  scratch.k = carver.take<uint16_t>(dense), scratch.v = carver.take<uint16_t>(dense);
-  return scratch;
-}
-
 struct Scratch {
   Decode decode;
   void *table;  // the table kernel's own
@@ -185,23 +169,13 @@ int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack
 
 int prefill_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq, const VqTables &tables) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Prefill scratch = carve_prefill(carver, layer, step);
+  const Many scratch = carve_many(carver, layer, step);
   if (int error = check_workspace(step, carver.used)) return error;
   const ExactRows exact = exact_rows(layer, vq);
-  const int64_t dim = layer.head_dim;
-  if (int error = rotate_new(layer, step, scratch.query, scratch.key)) return error;
-  int error;
-  if (step.live) {
-    if ((error = restore_exact(layer, step, exact, scratch.key, scratch.k, scratch.v, scratch.rows))) return error;
-    if ((error = vqkv_restore(layer, step, vq, tables, scratch.k, scratch.v, scratch.rows))) return error;
-    error = prefill_attention(layer, step, scratch.query, scratch.k, scratch.v,
-                              layer.num_kv_heads * scratch.rows * dim, scratch.rows * dim, 0);
-  } else {
-    error = prefill_attention(layer, step, scratch.query, scratch.key, step.v, layer.num_kv_heads * step.length * dim,
-                              step.length * dim, 1);
-  }
-  if (error) return error;
-  if (step.encode && (error = vqkv_encode(layer, step, vq, tables, vq.pre_rope ? step.k : scratch.key))) return error;
+  auto restore = [&](void *k, void *v, int rows) { return vqkv_restore(layer, step, vq, tables, k, v, rows); };
+  if (int error = attend_many(layer, step, exact, scratch, restore)) return error;
+  if (step.encode)
+    if (int error = vqkv_encode(layer, step, vq, tables, vq.pre_rope ? step.k : scratch.key)) return error;
   return store_exact(layer, step, exact, scratch.key);
 }
 
@@ -248,7 +222,7 @@ size_t kvpack_vqkv_workspace(const kvpack_layer *layer, const kvpack_step *step,
   if (check(*layer, *vq)) return 0;
   Carver carver = {nullptr};
   if (step->length == 1) carve_step(carver, *layer, *step, *vq);
-  else carve_prefill(carver, *layer, *step);
+  else carve_many(carver, *layer, *step);
   return carver.used;
 }
 
