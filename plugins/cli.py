@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plugins import terminal
 from plugins.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,18 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    try:
-        args.run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return terminal.run(build_parser().parse_args(argv))
 
 
 def run_build(args: argparse.Namespace) -> None:
@@ -182,13 +172,8 @@ def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[str], No
     if not shown:
         yield lambda name: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda name: bar.update(task, description=f"{title}: {name}", advance=1)
+    with terminal.bar(title, total) as update:
+        yield lambda name: update(name, 1)
 
 
 def show_build(report: BuildReport) -> None:

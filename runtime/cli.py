@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plugins import terminal
 from plugins.errors import UserError
 
 if TYPE_CHECKING:
@@ -149,18 +150,7 @@ def _add_comparisons(bench: Any, engine: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    try:
-        args.run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return terminal.run(build_parser().parse_args(argv))
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from plugins.cache import cache_folder
 from plugins.layer import LayerSpec
 from plugins.native.abi import BF16, FP16, Layer, Library
 from plugins.native.build import cuda_include
+from plugins.native.layer import NativeLayer
 
 ROOT = Path(__file__).parent.parent / "plugins" / "native"
 EMULATOR = Path(__file__).parent / "emulator"
@@ -71,3 +73,31 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Norm of the difference over the norm."""
     found, wanted = (np.asarray(x.detach().cpu().double()) for x in (found, wanted))
     return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+
+
+def follow(
+    native: NativeLayer,
+    references: Sequence[Any],
+    steps: Sequence[Sequence[int]],
+    tokens: Callable[[int, torch.Generator], list[torch.Tensor]],
+    stored: Callable[[int], Any],
+) -> float:
+    """The worst relative difference of a step's outputs, each step fed to both.
+
+    steps: tokens appended per sequence. tokens(length, generator): q, k, v. stored(member): the rows that a sequence
+    has stored, as its reference takes them.
+    """
+    generator, worst = torch.Generator().manual_seed(1), 0.0
+    for counts in steps:
+        drawn = tokens(max(counts), generator)
+        given = [stored(member) for member in range(len(counts))]
+        out = native.step(*drawn, new=counts).float()
+        found, wanted = [], []
+        for member, count in enumerate(counts):
+            assert (out[member, :, count:] == 0).all()
+            if count:
+                fed = (x[member : member + 1, :, :count].float() for x in drawn)
+                wanted.append(references[member].step(*fed, given=given[member]).flatten())
+                found.append(out[member, :, :count].flatten())
+        worst = max(worst, relative(torch.cat(found), torch.cat(wanted)))
+    return worst

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 import pytest
 import torch
-from native import emulated, relative
+from native import emulated, follow
 
 from plugins.layer import LayerSpec
 from plugins.native.abi import TILES, Library, NativeError
@@ -92,20 +92,13 @@ def codes_of(native: NativeLayer, case: Case, member: int) -> tuple[torch.Tensor
 
 def run(library: Library, case: Case, steps: list[list[int]]) -> tuple[float, NativeLayer, list[LayerCache]]:
     """The worst relative difference of a step's outputs."""
-    batch, generator = len(steps[0]), torch.Generator().manual_seed(1)
-    native, references, worst = case.native(library, batch), [case.reference() for _ in range(batch)], 0.0
-    for counts in steps:
-        tokens = case.tokens(batch, max(counts), generator)
-        given = [codes_of(native, case, member) for member in range(batch)]
-        out = native.step(*tokens, new=counts).float()
-        found, wanted = [], []
-        for member, count in enumerate(counts):
-            assert (out[member, :, count:] == 0).all()
-            if count:
-                fed = (x[member : member + 1, :, :count].float() for x in tokens)
-                wanted.append(references[member].step(*fed, given=given[member]).flatten())
-                found.append(out[member, :, :count].flatten())
-        worst = max(worst, relative(torch.cat(found), torch.cat(wanted)))
+    batch = len(steps[0])
+    native, references = case.native(library, batch), [case.reference() for _ in range(batch)]
+    worst = follow(
+        *(native, references, steps),
+        lambda length, generator: case.tokens(batch, length, generator),
+        lambda member: codes_of(native, case, member),
+    )
     return worst, native, references
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import Structure
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +18,20 @@ from plugins.native.abi import Library, Step
 
 CARRIERS = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
 ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One step of a layer; calling it launches it on torch's current stream. kept: what the structures point to."""
+
+    layer: NativeLayer
+    step: Step
+    state: Structure
+    kept: tuple[object, ...]
+
+    def __call__(self) -> None:
+        self.step.stream = torch.cuda.current_stream().cuda_stream if self.layer.device != "cpu" else None
+        self.layer.library.attention(self.layer.op, self.layer.layer, self.step, self.state)
 
 
 class NativeLayer:
@@ -110,7 +126,14 @@ class NativeLayer:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, feeds: Mapping[str, object]
     ) -> None:
         """The bare call, on torch's current stream. Everything must be contiguous and on the layer's device."""
-        step, state = Step(batch=self.batch, length=feeds["length"], live=feeds["live"]), self.structure
+        self.bound(q, k, v, out, feeds)()
+
+    def bound(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, feeds: Mapping[str, object]
+    ) -> Bound:
+        """That call with everything prepared, to be made again and again."""
+        step = Step(batch=self.batch, length=feeds["length"], live=feeds["live"])
+        state = type(self.structure).from_buffer_copy(self.structure)
         for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
             if not tensor.is_contiguous() or tensor.dtype != self.dtype:
                 raise ValueError(f"{name} must be contiguous and {self.dtype}")
@@ -121,18 +144,16 @@ class NativeLayer:
         if self.rope is not None:
             step.cos, step.sin = (x.data_ptr() for x in self.rope)
             step.rope_rows = len(self.rope[0])
+        selected = feeds.get("selected")
         if self.plan.op == "DenseObservedAttention":
-            width = feeds["select_width"]
-            self.selected = torch.full((self.batch, width), -1, dtype=torch.int32, device=self.device)
-            state.selected, state.select_width = self.selected.data_ptr(), width
-            state.select_len = feeds["select_len"].data_ptr()
-        elif "selected" in feeds:
-            state.selected, state.select_width = feeds["selected"].data_ptr(), feeds["selected"].shape[1]
+            shape = (self.batch, feeds["select_width"])
+            selected = self.selected = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        if selected is not None:
+            state.selected, state.select_width = selected.data_ptr(), selected.shape[1]
             state.select_len = feeds["select_len"].data_ptr()
         workspace = self._buffer(self.library.workspace(self.op, self.layer, step, state))
         step.workspace, step.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        step.stream = torch.cuda.current_stream().cuda_stream if self.device != "cpu" else None
-        self.library.attention(self.op, self.layer, step, state)
+        return Bound(self, step, state, (q, k, v, out, feeds, selected, workspace))
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Pretend that every sequence stores `length` tokens of plausible random content."""

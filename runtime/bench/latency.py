@@ -14,7 +14,7 @@ from runtime.artefact import Artefact
 from runtime.bench import static_cache
 from runtime.bench.memory import held_bytes, peak_bytes
 from runtime.bench.process import OutOfMemory, asked, engine_of, measure, progress, ran_out
-from runtime.bench.report import document, entries, opened
+from runtime.bench.report import document, entries, opened, spot
 from runtime.session import StepFailed
 
 WARMUP = 3  # decode steps before those that are timed
@@ -194,6 +194,10 @@ def _summaries(
     def rate(length: int, milliseconds: float) -> float:
         return 1e3 * batch * length / milliseconds
 
+    def measured(name: str, place: int, point: Sequence[int], steps: list[list[float] | None]) -> dict[str, Any]:
+        own = spot(*point, steps, found[0][name][place]["ms"] if found else None)
+        return own if found or own["ms"] is None else own | {"ratio": 1.0}
+
     for head, seen in zip(heads, visits, strict=True):
         first = found[0] if found else None
         gaps = 1e3 * np.concatenate([one["gaps"] for one in seen])
@@ -204,26 +208,11 @@ def _summaries(
             took = 1e3 * float(np.median([one["prefill"][str(length)] for one in seen]))
             prefill.append({"length": length, "ms": took, "tokens_per_second": rate(length, took)})
         for place, length in enumerate(settings["past"]):
-            steps = 1e3 * np.concatenate([one["decode"][str(length)] for one in seen])
-            took = float(np.median(steps))
-            spot = {"past": length, "ms": took, "mean_ms": float(steps.mean()), "tokens_per_second": rate(1, took)}
-            decode.append(spot | {"ratio": took / first["decode"][place]["ms"] if first else 1.0})
-        more = []
-        for place, (several, length) in enumerate(settings["decode"]):
-            spot = {
-                "batch": several,
-                "past": length,
-                "ms": None,
-                "mean_ms": None,
-                "tokens_per_second": None,
-                "ratio": None,
-            }
-            if all(one["more"][place] for one in seen):
-                all_steps = 1e3 * np.concatenate([one["more"][place] for one in seen])
-                took, base = float(np.median(all_steps)), first["more"][place]["ms"] if first else None
-                spot |= {"ms": took, "mean_ms": float(all_steps.mean()), "tokens_per_second": 1e3 * several / took}
-                spot["ratio"] = 1.0 if first is None else took / base if base else None
-            more.append(spot)
+            decode.append(measured("decode", place, (batch, length), [one["decode"][str(length)] for one in seen]))
+        more = [
+            measured("more", place, point, [one["more"][place] for one in seen])
+            for place, point in enumerate(settings["decode"])
+        ]
         percentiles = np.percentile(gaps, PERCENTILES)
         found.append(
             {

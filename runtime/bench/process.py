@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from plugins import terminal
 from plugins.errors import UserError
 from runtime.engine import Engine
 
@@ -94,17 +95,12 @@ def progress(title: str, total: int | None, shown: bool) -> Iterator[Any]:
     if not shown:
         yield lambda what: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total)
+    with terminal.bar(title, total) as update:
         begun = [False]
 
         def step(what: str) -> None:
-            bar.update(task, description=f"{title}: {what}", advance=int(begun[0]))
+            update(what, int(begun[0]))
             begun[0] = True
 
         yield step
-        bar.update(task, description=title, advance=int(begun[0]))
+        update("", int(begun[0]))

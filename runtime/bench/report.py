@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from plugins.methods import label
 from runtime.artefact import Artefact
 from runtime.machine import describe
@@ -31,6 +33,20 @@ def entries(artefacts: Sequence[Artefact]) -> list[dict[str, Any]]:
                 "max_length": artefact.max_length,
             }
         )
+    return found
+
+
+def spot(batch: int, past: int, visits: Sequence[Sequence[float] | None], base: float | None) -> dict[str, Any]:
+    """Decode steps of `batch` sequences at `past` tokens: visits, seconds of each; None: it did not fit in memory.
+
+    base: milliseconds that the first engine took; None where it took none.
+    """
+    found = {"batch": batch, "past": past, "ms": None, "mean_ms": None, "tokens_per_second": None, "ratio": None}
+    if all(visits):
+        steps = 1e3 * np.concatenate(visits)
+        took = float(np.median(steps))
+        found |= {"ms": took, "mean_ms": float(steps.mean()), "tokens_per_second": 1e3 * batch / took}
+        found["ratio"] = took / base if base else None
     return found
 
 

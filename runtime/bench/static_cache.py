@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plugins.errors import UserError
+from runtime.bench.report import spot
 
 if TYPE_CHECKING:
     import torch
@@ -116,20 +116,12 @@ def _captured(step: Callable[[], torch.Tensor]) -> tuple[Callable[[], torch.Tens
 
 def summary(visits: list[dict[str, Any]], settings: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     """The visits in the form of an engine's entry, as far as it has those numbers."""
-
-    def entry(batch: int, past: int, seen: list[list[float] | None], base: float | None) -> dict[str, Any]:
-        found = {"batch": batch, "past": past, "ms": None, "tokens_per_second": None, "ratio": None}
-        if all(seen):
-            took = 1e3 * statistics.median(second for one in seen for second in one or ())
-            found |= {"ms": took, "tokens_per_second": 1e3 * batch / took, "ratio": took / base if base else None}
-        return found
-
     decode = [
-        entry(settings["batch"], past, [one["decode"][str(past)] for one in visits], first["decode"][place]["ms"])
+        spot(settings["batch"], past, [one["decode"][str(past)] for one in visits], first["decode"][place]["ms"])
         for place, past in enumerate(settings["past"])
     ]
     more = [
-        entry(*spot, [one["more"][place] for one in visits], first["more"][place]["ms"])
-        for place, spot in enumerate(settings["decode"])
+        spot(*point, [one["more"][place] for one in visits], first["more"][place]["ms"])
+        for place, point in enumerate(settings["decode"])
     ]
     return {"label": LABEL, "decode": decode, "more": more, "graph": all(one["graph"] for one in visits)}

@@ -81,7 +81,7 @@ Scratch carve(char *base, const kvpack_layer &layer, const kvpack_step &step, co
     s.decode = carve_decode(carver, layer, step.batch, DELTAKV_SPLITS);
     s.attention = carver.take<char>(deltakv_decode_workspace(layer, step, d));
   } else {
-    s.many = carve_many(carver, layer, step);
+    s.many = carve_many(carver, layer, step, step.live);
   }
   s.bytes = carver.used;
   const size_t encode = deltakv_encode_workspace(layer, step, d);

@@ -118,10 +118,8 @@ int decode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_dens
 // -- a step
 
 struct Scratch {
-  Decode decode;            // of one token
-  void *query, *key;        // of many: T [B, Hq, S, D], [B, H, S, D]
-  void *dense_k, *dense_v;  // T [B, H, rows, D]: a sliding window's old rows and the new ones
-  int rows;
+  Decode decode;  // of one token
+  Many many;      // of many; only a sliding window's old rows are copied to dense ones
   void *select;
   size_t bytes;
 };
@@ -132,15 +130,7 @@ Scratch carve(const kvpack_layer &layer, const kvpack_step &step, const kvpack_d
   if (step.length == 1) {
     scratch.decode = carve_decode(carver, layer, step.batch, most_pieces(layer, dense.rows));
   } else {
-    const size_t size = size_t(step.batch) * step.length * layer.head_dim;
-    scratch.query = carver.take<uint16_t>(size * layer.num_heads);
-    scratch.key = carver.take<uint16_t>(size * layer.num_kv_heads);
-    if (layer.sliding_window && step.live) {
-      scratch.rows = min(layer.sliding_window, step.live) + step.length;
-      const size_t rows = size_t(step.batch) * layer.num_kv_heads * scratch.rows * layer.head_dim;
-      scratch.dense_k = carver.take<uint16_t>(rows);
-      scratch.dense_v = carver.take<uint16_t>(rows);
-    }
+    scratch.many = carve_many(carver, layer, step, min(layer.sliding_window, step.live));
   }
   if (dense.selected) scratch.select = carver.take<char>(select_scratch(layer, step, dense));
   scratch.bytes = carver.used;
@@ -159,25 +149,16 @@ int attend(const kvpack_layer &layer, const kvpack_step &step, const kvpack_dens
     if (const int code = decode_append(layer, step, exact, scratch.decode)) return code;
     return decode(layer, step, dense, scratch.decode);
   }
-  if (const int code = rotate_new(layer, step, scratch.query, scratch.key)) return code;
-  if (!layer.sliding_window) {  // the cache itself is what to attend to, once it holds the new tokens
-    if (const int code = store_exact(layer, step, exact, scratch.key)) return code;
-    return prefill_attention(layer, step, scratch.query, dense.k, dense.v, exact.batch_stride, exact.head_stride, 0);
+  const Many &many = scratch.many;
+  if (layer.sliding_window) {
+    auto restore = [](void *, void *, int) { return int(KVPACK_OK); };  // every old row is an exact one
+    if (const int code = attend_many(layer, step, exact, many, restore)) return code;
+    return store_exact(layer, step, exact, many.key);
   }
-  const void *k = scratch.key, *v = step.v;
-  int rows = step.length;
-  if (step.live) {
-    k = scratch.dense_k;
-    v = scratch.dense_v;
-    rows = scratch.rows;
-    if (const int code = restore_exact(layer, step, exact, scratch.key, scratch.dense_k, scratch.dense_v, rows))
-      return code;
-  }
-  const int64_t head = int64_t(rows) * layer.head_dim;
-  if (const int code =
-          prefill_attention(layer, step, scratch.query, k, v, head * layer.num_kv_heads, head, step.live == 0))
-    return code;
-  return store_exact(layer, step, exact, scratch.key);
+  // The cache itself is what to attend to, once it holds the new tokens.
+  if (const int code = rotate_new(layer, step, many.query, many.key)) return code;
+  if (const int code = store_exact(layer, step, exact, many.key)) return code;
+  return prefill_attention(layer, step, many.query, dense.k, dense.v, exact.batch_stride, exact.head_stride, 0);
 }
 
 int check_dense(const kvpack_layer &layer, const kvpack_step &step, const kvpack_dense &dense) {

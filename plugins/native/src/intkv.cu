@@ -52,7 +52,7 @@ int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack
 
 int prefill_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_intkv &kv) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Many scratch = carve_many(carver, layer, step);
+  const Many scratch = carve_many(carver, layer, step, step.live);
   if (int error = check_workspace(step, carver.used)) return error;
   const ExactRows exact = exact_rows(layer, kv);
   auto restore = [&](void *k, void *v, int rows) { return intkv_restore(layer, step, kv, k, v, rows); };
@@ -90,7 +90,7 @@ extern "C" size_t kvpack_intkv_workspace(const kvpack_layer *layer, const kvpack
   if (check(*layer, *kv)) return 0;
   Carver carver = {nullptr};
   if (step->length == 1) carve_decode(carver, *layer, step->batch, intkv_splits(*layer, *kv));
-  else carve_many(carver, *layer, *step);
+  else carve_many(carver, *layer, *step, step->live);
   return carver.used;
 }
 

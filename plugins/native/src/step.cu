@@ -269,13 +269,13 @@ int check_step(const kvpack_layer &layer, const kvpack_step &step) {
   return KVPACK_OK;
 }
 
-Many carve_many(Carver &carver, const kvpack_layer &layer, const kvpack_step &step) {
+Many carve_many(Carver &carver, const kvpack_layer &layer, const kvpack_step &step, int past) {
   Many scratch = {};
   const size_t tokens = size_t(step.batch) * layer.head_dim;
   scratch.query = carver.take<uint16_t>(tokens * layer.num_heads * step.length);
   scratch.key = carver.take<uint16_t>(tokens * layer.num_kv_heads * step.length);
-  if (!step.live) return scratch;
-  scratch.rows = step.live + step.length;
+  if (!past) return scratch;
+  scratch.rows = past + step.length;
   scratch.k = carver.take<uint16_t>(tokens * layer.num_kv_heads * scratch.rows);
   scratch.v = carver.take<uint16_t>(tokens * layer.num_kv_heads * scratch.rows);
   return scratch;

@@ -153,13 +153,13 @@ int prefill_attention(const kvpack_layer &, const kvpack_step &, const void *que
 // The exact rows after the step. key: the rotated new keys.
 int store_exact(const kvpack_layer &, const kvpack_step &, const ExactRows &, const void *key);
 
-// Scratch of such a step over a compressed cache: T [B, Hq, S, D], [B, H, S, D], and where there is a past
-// [B, H, rows, D] twice.
+// Scratch of such a step: T [B, Hq, S, D], [B, H, S, D], and where rows of a past are to be made dense [B, H, rows, D]
+// twice. past: how many of them at most.
 struct Many {
   void *query, *key, *k, *v;
   int rows;
 };
-Many carve_many(Carver &, const kvpack_layer &, const kvpack_step &);
+Many carve_many(Carver &, const kvpack_layer &, const kvpack_step &, int past);
 // Its attention. restore(k, v, rows): writes the compressed rows to where restore_exact leaves room for them.
 template <class Restore>
 int attend_many(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const Many &scratch,

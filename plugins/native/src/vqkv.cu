@@ -169,7 +169,7 @@ int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack
 
 int prefill_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq, const VqTables &tables) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Many scratch = carve_many(carver, layer, step);
+  const Many scratch = carve_many(carver, layer, step, step.live);
   if (int error = check_workspace(step, carver.used)) return error;
   const ExactRows exact = exact_rows(layer, vq);
   auto restore = [&](void *k, void *v, int rows) { return vqkv_restore(layer, step, vq, tables, k, v, rows); };
@@ -222,7 +222,7 @@ size_t kvpack_vqkv_workspace(const kvpack_layer *layer, const kvpack_step *step,
   if (check(*layer, *vq)) return 0;
   Carver carver = {nullptr};
   if (step->length == 1) carve_step(carver, *layer, *step, *vq);
-  else carve_many(carver, *layer, *step);
+  else carve_many(carver, *layer, *step, step->live);
   return carver.used;
 }
 
