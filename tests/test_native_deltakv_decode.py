@@ -28,6 +28,13 @@ def library():
     return emulated()
 
 
+@pytest.fixture
+def sm90(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """From here on the emulated GPU is one of sm_90; sizes that its own kernel takes."""
+    monkeypatch.setenv("KVPACK_EMULATE_SM90", "1")
+    return {"head_dim": 128, "kv_heads": 2}
+
+
 class Case:
     """A layer on the emulator with drawn states; codes, scales and references are NaN or far out where nothing is."""
 
@@ -203,3 +210,40 @@ def test_a_sequence_without_a_new_token_gives_zeros(library):
     out = case.native.step(*case.tokens(), new=[0, 1])
     assert not out[0].any()
     assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "latents", "group", "neighbors", "rotary_dim", "softcap"),
+    [
+        (BFLOAT, "512x4", 4, 2, 128, 0.0),
+        (HALF, "480x4", 7, 1, 64, 2.0),
+        (BFLOAT, "256x4", 8, 4, 16, 0.0),
+        (HALF, "96x4", 1, 3, 0, 0.0),
+    ],
+)
+def test_the_kernel_of_sm90(library, sm90, dtype, latents, group, neighbors, rotary_dim, softcap):
+    lengths = [61, 330, 5, 0, 170]
+    case = Case(library, lengths, dtype, group, rotary_dim, softcap, latents=latents, neighbors=neighbors, **sm90)
+    assert case.error() < BARS[dtype]
+
+
+def test_the_kernel_of_sm90_reads_selected_rows_in_any_order(library, sm90):
+    def case() -> Case:
+        return Case(library, [300, 120, 20, 60], latents="96x4", select_count=8, **sm90)
+
+    draw = np.random.default_rng(1)
+    selected = [draw.permutation(280)[:260].tolist(), draw.permutation(96)[:31].tolist(), [], [3]]
+    assert case().error(selected) < BARS[BFLOAT]
+    tokens = case().tokens()
+    wanted = case().step(tokens, [[4, 9, 2], [1], [], [3]])
+    assert torch.equal(case().step(tokens, [[4, 9, 2, 99999, -1, 280], [1, 96], [], [3]]), wanted)
+
+
+def test_results_of_the_kernel_of_sm90_do_not_depend_on_the_batch(library, sm90):
+    def run(lengths: list[int], first: int) -> Tensor:
+        case = Case(library, lengths, HALF, 3, seed=first, latents="96x4", **sm90)
+        return case.step(case.tokens(first + 50))
+
+    both = run([170, 333], 0)
+    assert torch.equal(run([170, 333], 0), both)
+    assert torch.equal(run([333], 1)[0], both[1])

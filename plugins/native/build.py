@@ -254,6 +254,8 @@ def _compile_one(
     newest = max(arches)
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in arches]
     targets[list(arches).index(newest)] = f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"
+    if source.stem.endswith("_sm90") and 90 in arches:  # instructions that no other architecture has
+        targets = ["-gencode=arch=compute_90a,code=sm_90a", "-DKVPACK_SM90A"]
     include = [f"-I{ROOT}", f"-I{ROOT / 'src'}", *([f"-I{onnxruntime}"] if onnxruntime else [])]
     keep = ["--keep", "--keep-dir", kept] if source.suffix == ".cu" else []  # the PTX tells the launch bounds
     command = [nvcc, level, *FLAGS, *targets, *include, *keep, "-c", source, "-o", out]

@@ -227,6 +227,8 @@ inline void barrier_arrive(uint64_t *barrier) {
   *barrier += 1 << 16;
   if ((*barrier >> 16 & 0xFFFF) == (*barrier & 0xFFFF)) *barrier = (*barrier & 0xFFFF) | ((*barrier >> 32) + 1) << 32;
 }
+inline void barrier_expect(uint64_t *barrier, int) { barrier_arrive(barrier); }  // bytes arrive at once: see copy_bulk
+inline void copy_bulk(void *shared, const void *global, int bytes, uint64_t *) { memcpy(shared, global, bytes); }
 inline void barrier_wait(uint64_t *barrier, int phase) {
   while ((*barrier >> 32 & 1) == uint64_t(phase & 1)) emulator::yield();
 }
@@ -334,6 +336,37 @@ template <class T> void mma_16816(float (&c)[4], const uint32_t (&a)[4], const u
       sum += x * y;
     }
     c[n] += sum;
+  }
+  emulator::sync_warp(~0u);
+}
+
+// b by its descriptor: no swizzle, the rest as wgmma_matrix of src/device.cuh.
+template <class T> void wgmma_64x128x16(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  auto &w = emulator::warp();
+  const int lane = emulator::lane();
+  for (int n = 0; n < 4; ++n) w.slot[lane][n] = a[n];
+  emulator::sync_warp(~0u);
+  const unsigned char *start = shared_pointer(uint32_t(b & 0x3FFF) << 4);
+  const size_t halves = (b >> 16 & 0x3FFF) << 4, columns = (b >> 32 & 0x3FFF) << 4;
+  if (b >> 62) abort();
+  float rows[2][16];
+  for (int k = 0; k < 16; ++k)
+    for (int r = 0; r < 2; ++r) {
+      const uint64_t word = w.slot[lane / 4 * 4 + k % 8 / 2][r + k / 8 * 2];
+      const uint16_t bits = uint16_t(word >> (k % 2 * 16));
+      T value;
+      memcpy(&value, &bits, 2);
+      rows[r][k] = float(value);
+    }
+  for (int n = 0; n < 64; ++n) {
+    const int column = n / 4 * 8 + lane % 4 * 2 + n % 2;
+    float sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      T value;
+      memcpy(&value, start + k / 8 * halves + column / 8 * columns + column % 8 * 16 + k % 8 * 2, 2);
+      sum += rows[n / 2 % 2][k] * float(value);
+    }
+    d[n] += sum;
   }
   emulator::sync_warp(~0u);
 }

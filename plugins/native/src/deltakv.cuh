@@ -92,5 +92,11 @@ int deltakv_decode(const kvpack_layer &, const kvpack_step &, const kvpack_delta
                    const Decode &, void *workspace);
 size_t deltakv_decode_prepared(const kvpack_layer &, const kvpack_deltakv &);
 int deltakv_decode_prepare(const kvpack_layer &, const kvpack_deltakv &, void *prepared, void *stream);
+// The same by a kernel for sm_90, of what deltakv_decode supports (deltakv_decode_sm90.cu). fits: on the current device.
+bool deltakv_sm90_fits(const kvpack_layer &, const kvpack_deltakv &);
+int deltakv_sm90_decode(const kvpack_layer &, const kvpack_step &, const kvpack_deltakv &, const void *prepared,
+                        const Decode &);
+size_t deltakv_sm90_prepared(const kvpack_layer &, const kvpack_deltakv &);
+int deltakv_sm90_prepare(const kvpack_layer &, const kvpack_deltakv &, void *prepared, void *stream);
 
 }  // namespace kvpack

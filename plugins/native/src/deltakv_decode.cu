@@ -6,8 +6,6 @@
 namespace kvpack {
 namespace {
 
-constexpr int BLOCKS_AT_LEAST = 128;  // of a long sequence: what a GPU of 132 processors can run at once
-
 // Partial results from the block's sums of latents, float [.., HEADS] at `sum_at`, and of references, float [HEADS, D].
 template <class T, class Shape>
 KVPACK_D void write_partials(const Decoding &d, int h, const float *latents, const float *means, float *reduce,
@@ -362,6 +360,7 @@ int deltakv_decode_supported(const kvpack_layer &layer, const kvpack_deltakv &d)
 size_t deltakv_decode_workspace(const kvpack_layer &, const kvpack_step &, const kvpack_deltakv &) { return 0; }
 
 size_t deltakv_decode_prepared(const kvpack_layer &layer, const kvpack_deltakv &d) {
+  if (deltakv_sm90_fits(layer, d)) return deltakv_sm90_prepared(layer, d);
   const LatentSlots latents = latent_slots(d);
   return (size_t(2) * 2 * latents.count * SLOT + 4 * latents.segments) * layer.num_kv_heads * layer.head_dim;
 }
@@ -369,6 +368,7 @@ size_t deltakv_decode_prepared(const kvpack_layer &layer, const kvpack_deltakv &
 int deltakv_decode_prepare(const kvpack_layer &layer, const kvpack_deltakv &d, void *prepared, void *stream) {
   const LatentSlots latents = latent_slots(d);
   if (const int error = check_decode(layer, d, latents)) return error;
+  if (deltakv_sm90_fits(layer, d)) return deltakv_sm90_prepare(layer, d, prepared, stream);
   return choose(layer, [&](auto type, auto size) {
     using T = typename decltype(type)::type;
     constexpr int D = decltype(size)::value;
@@ -386,18 +386,10 @@ int deltakv_decode_prepare(const kvpack_layer &layer, const kvpack_deltakv &d, v
 
 int deltakv_decode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_deltakv &d, const void *prepared,
                    const Decode &decode, void *) {
-  Decoding x = {};
-  x.latents = latent_slots(d);
   if (const int error = deltakv_decode_supported(layer, d)) return error;
+  if (deltakv_sm90_fits(layer, d)) return deltakv_sm90_decode(layer, step, d, prepared, decode);
+  Decoding x = decoding_of(layer, step, d, decode);
   x.to_key = static_cast<const uint4 *>(prepared);
-  x.ring = d.ring, x.references = d.references, x.codes = static_cast<const int8_t *>(d.latents);
-  x.scales = d.scales, x.index = d.index, x.index_bytes = d.index_bytes, x.neighbors = d.neighbors;
-  x.code_rows = d.code_rows, x.ref_rows = d.ref_rows;
-  x.ring_rows = deltakv_ring_rows(d), x.width = deltakv_width(layer);
-  x.selected = d.selected, x.select_len = d.select_len, x.select_width = d.select_width;
-  x.past_len = step.past_len, x.new_len = step.new_len, x.geometry = d.geometry, x.rope = rope_of(layer, step);
-  x.scale = layer.scale, x.softcap = layer.softcap, x.share = 1.f / d.neighbors;
-  x.merge = merge_of(layer, step, decode);
   return choose(layer, [&](auto type, auto size) {
     using T = typename decltype(type)::type;
     constexpr int D = decltype(size)::value;
@@ -406,9 +398,7 @@ int deltakv_decode(const kvpack_layer &layer, const kvpack_step &step, const kvp
     x.offsets = reinterpret_cast<const float *>(to_value + int64_t(x.latents.count) * SLOT * layer.num_kv_heads * D);
     const Plan plan = plan_of<Tile<D>>(layer, x.latents, d.neighbors);
     x.layout = plan.layout;
-    const int room = d.selected ? d.select_width : d.code_rows;
-    x.splits = min(decode.splits, max(BLOCKS_AT_LEAST / layer.num_kv_heads, 4));
-    const dim3 grid(max(1, min(x.splits, (room + SPLIT_ROWS - 1) / SPLIT_ROWS)), layer.num_kv_heads, step.batch);
+    const dim3 grid(most_splits(x), layer.num_kv_heads, step.batch);
     const auto kernel = plan.resident ? decode_rows<T, D, true> : decode_rows<T, D, false>;
     const dim3 threads(plan.teams * 128);
     return launched(launch_early(kernel, grid, threads, plan.layout.total, step.stream, x), "deltakv_decode");

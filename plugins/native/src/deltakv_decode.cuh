@@ -89,7 +89,7 @@ KVPACK_D uint32_t rotated_right(uint32_t x, int n) { return x >> (n & 31) | x <<
 // Two operands: the codes that `up` and the slot's own shift reach in either half of `word`.
 template <class T, Codes CODES> KVPACK_D uint32_t code_pair(uint32_t word, const Splice &splice, int up) {
   if constexpr (CODES == Codes::SPLICED) {
-    return (rotated_right(word, splice.shift + up) & splice.mask) ^ splice.rest;
+    return and_xor(rotated_right(word, splice.shift + up), splice.mask, splice.rest);
   } else if constexpr (IS_HALF<T>) {
     return (rotated_right(word, up - 2) & 0x03FC03FCu) ^ 0x5E005E00u;
   } else {

@@ -8,6 +8,7 @@ namespace {
 constexpr int HEADS = 8;  // query heads at a time: the columns of an mma
 constexpr int MAX_TEAMS = 2, SLOTS_EACH = 4;  // slots of a warp whose sums it keeps in registers
 constexpr int SPLIT_ROWS = 128;               // a sequence has no more splits than that many rows fill
+constexpr int BLOCKS_AT_LEAST = 128;  // of a long sequence: what a GPU of 132 processors can run at once
 
 struct Layout {  // of shared memory, in bytes; from `query` on within a team's part
   int offsets, matrix, sums, teams, total;
@@ -30,6 +31,27 @@ struct Decoding {
   float scale, softcap, share;  // share: of a reference in a mean
   Merge merge;
 };
+
+// All but the layout and what was prepared.
+inline Decoding decoding_of(const kvpack_layer &layer, const kvpack_step &step, const kvpack_deltakv &d,
+                            const Decode &decode) {
+  Decoding x = {};
+  x.latents = latent_slots(d);
+  x.ring = d.ring, x.references = d.references, x.codes = static_cast<const int8_t *>(d.latents);
+  x.scales = d.scales, x.index = d.index, x.index_bytes = d.index_bytes, x.neighbors = d.neighbors;
+  x.code_rows = d.code_rows, x.ref_rows = d.ref_rows;
+  x.ring_rows = deltakv_ring_rows(d), x.width = deltakv_width(layer);
+  x.selected = d.selected, x.select_len = d.select_len, x.select_width = d.select_width;
+  x.past_len = step.past_len, x.new_len = step.new_len, x.geometry = d.geometry, x.rope = rope_of(layer, step);
+  x.scale = layer.scale, x.softcap = layer.softcap, x.share = 1.f / d.neighbors;
+  x.merge = merge_of(layer, step, decode);
+  x.splits = min(decode.splits, max(BLOCKS_AT_LEAST / layer.num_kv_heads, 4));
+  return x;
+}
+inline int most_splits(const Decoding &d) {  // of a sequence
+  const int room = d.selected ? d.select_width : d.code_rows;
+  return max(1, min(d.splits, (room + SPLIT_ROWS - 1) / SPLIT_ROWS));
+}
 
 struct Work {  // of a block, and a team's place in it
   int b, h, count, encoded, thread, warp, lane;

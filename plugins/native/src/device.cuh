@@ -22,13 +22,16 @@ constexpr float NOTHING = -1e30f;  // the maximum of no scores: finite, so that 
 
 #ifdef KVPACK_EMULATE
 using ::barrier_arrive;
+using ::barrier_expect;
 using ::barrier_init;
 using ::barrier_wait;
+using ::copy_bulk;
 using ::ldmatrix;
 using ::mma_16816;
 using ::mma_16816_from;
 using ::named_barrier;
 using ::shared_address;
+using ::wgmma_64x128x16;
 #define KVPACK_D inline
 KVPACK_D float exp2_fast(float x) { return exp2f(x); }
 KVPACK_D float tanh_fast(float x) { return tanhf(x); }
@@ -43,6 +46,14 @@ template <class W> KVPACK_D W load_streamed(const W *p) { return *p; }
 KVPACK_D uint32_t load_shared_32(uint32_t a) { uint32_t x; memcpy(&x, ::shared_pointer(a), 4); return x; }
 KVPACK_D uint2 load_shared_64(uint32_t a) { uint2 x; memcpy(&x, ::shared_pointer(a), 8); return x; }
 template <uint32_t S> KVPACK_D uint32_t permute(uint32_t a, uint32_t b) { return __byte_perm(a, b, S); }
+KVPACK_D float4 load_cached(const float *p) { return *reinterpret_cast<const float4 *>(p); }
+KVPACK_D void fence_barriers() {}
+KVPACK_D void wgmma_fence() {}
+KVPACK_D void wgmma_commit() {}
+template <int LEFT> KVPACK_D void wgmma_wait() {}
+template <int N> KVPACK_D void hold(float (&)[N]) {}
+KVPACK_D int computed_here(int x) { return x; }
+KVPACK_D uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) { return (a & b) ^ c; }
 KVPACK_D void prefetch(const void *) {}
 KVPACK_D void wait_for_previous_kernel() {}
 KVPACK_D void let_next_kernel_start() {}
@@ -90,6 +101,11 @@ template <uint32_t S> KVPACK_D uint32_t permute(uint32_t a, uint32_t b) {
   asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "n"(S));
   return d;
 }
+KVPACK_D uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {  // (a & b) ^ c, in one instruction even of constants
+  uint32_t d;
+  asm("lop3.b32 %0,%1,%2,%3,0x6A;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 KVPACK_D void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0,%1;" ::"r"(name), "r"(threads) : "memory");
 }
@@ -118,6 +134,67 @@ KVPACK_D void barrier_wait(uint64_t *barrier, int phase) {
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.b32 %0,1,0,p;}"
                  : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase & 1) : "memory");
 }
+// Bytes (16 n) from global to shared memory by the copy engine, which tells `barrier`; one thread has announced them by
+// barrier_expect, which is its arrival.
+KVPACK_D void barrier_expect(uint64_t *barrier, int bytes) {
+  asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state,[%0],%1;}"
+               ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+KVPACK_D void copy_bulk(void *shared, const void *global, int bytes, uint64_t *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+KVPACK_D void fence_barriers() {  // their initial state, for the copy engine
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+}
+KVPACK_D float4 load_cached(const float *p) {  // where it stands: the compiler does not move it
+  float4 v;
+  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+  return v;
+}
+// d [64, 128] += a [64, 16] b [16, 128], by the four warps of a group; sm_90a alone. A warp has 16 rows of a and d,
+// whose fragments are those of mma.m16n8k16: d[4 n + e] is number e of columns 8 n ... b is in shared memory, see
+// wgmma_matrix. It runs on its own: wgmma_fence comes before the first of a series, wgmma_commit after the last, and
+// neither d nor a may be touched until wgmma_wait<LEFT> leaves only LEFT younger series. hold keeps uses of d after it.
+KVPACK_D void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+KVPACK_D void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> KVPACK_D void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+template <int N> KVPACK_D void hold(float (&d)[N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n])::"memory");
+}
+KVPACK_D int computed_here(int x) {  // what is made of it is not kept in registers from before a loop
+  asm volatile("" : "+r"(x));
+  return x;
+}
+template <class T> KVPACK_D void wgmma_64x128x16(float (&d)[64], const uint32_t (&a)[4], uint64_t b);
+#define KVPACK_WGMMA(TYPE)                                                                                      \
+  asm volatile(                                                                                                 \
+      "{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"       \
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                  \
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                                        \
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                                        \
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"                                       \
+      "{%64,%65,%66,%67},%68,p,1,1,0;}"                                                                         \
+      :                                                                                                         \
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),         \
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),   \
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])  \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <> KVPACK_D void wgmma_64x128x16<half_t>(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  KVPACK_WGMMA("f16");
+}
+template <> KVPACK_D void wgmma_64x128x16<bf16_t>(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  KVPACK_WGMMA("bf16");
+}
+#undef KVPACK_WGMMA
 // c [16, 8] += a [16, 16] b [16, 8]; fragments as in PTX's mma.m16n8k16.
 template <class T> KVPACK_D void mma_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 template <> KVPACK_D void mma_16816<half_t>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -157,6 +234,11 @@ template <int N, bool TRANSPOSED> KVPACK_D void ldmatrix(uint32_t *out, const vo
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0},[%1];" : "=r"(out[0]) : "r"(a) : "memory");
 }
 #endif
+// The descriptor of b for wgmma: T [2, columns / 8, 8, 8] at `address`, 8 numbers of k of 8 columns in 128 bytes,
+// without swizzle. Both strides are in bytes: between the halves of k, and between 8 columns.
+KVPACK_D uint64_t wgmma_matrix(uint32_t address, int halves, int columns) {
+  return uint64_t(address >> 4 & 0x3FFF) | uint64_t(halves >> 4) << 16 | uint64_t(columns >> 4) << 32;
+}
 
 // -- numbers
 
@@ -278,6 +360,10 @@ int launch_early(void (*kernel)(P...), dim3 grid, dim3 threads, size_t shared, v
 inline int clear_async(void *p, size_t bytes, void *) { memset(p, 0, bytes); return 0; }
 inline size_t shared_limit() { return 227 << 10; }
 inline int multiprocessors() { return 3; }
+inline bool device_is_sm90() {  // as a test wants it
+  const char *said = getenv("KVPACK_EMULATE_SM90");
+  return said && *said == '1';
+}
 #else
 // Starts a kernel on `stream`; returns the CUDA error, 0 when there is none.
 template <class... P, class... A>
@@ -320,6 +406,13 @@ inline size_t shared_limit() {  // bytes that a block of the current device can 
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   return size_t(bytes);
+}
+inline bool device_is_sm90() {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return major == 9 && minor == 0;
 }
 inline int multiprocessors() {  // of the current device
   int device = 0, count = 1;
