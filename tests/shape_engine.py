@@ -49,7 +49,7 @@ SHAPES = {
     },
 }  # fmt: skip
 FULL_LAYERS = (0, 1, 2, 8, 18)  # of deltakv, as its paper has them for Llama-3.1-8B
-SMALL = {"hidden_size": 328, "intermediate_size": 456, "vocab_size": 648}  # numbers that mean nothing else in a graph
+SMALL = {"hidden_size": 448, "intermediate_size": 456, "vocab_size": 648}  # numbers that mean nothing else in a graph
 INLINE = 1 << 16  # bytes of a tensor that stays in the graph
 DATA, REGIONS = "model.onnx.data", "regions.json"
 TORCH = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}  # by ONNX's numbers
