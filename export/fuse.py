@@ -51,9 +51,7 @@ class _Functions:
             function = make(self.overloads[key])
             self.model.functions[function.identifier()] = function
             self.model.graph.opset_imports[DOMAIN] = 1
-        return ir.Node(
-            DOMAIN, op, inputs, [attribute], overload=self.overloads[key], num_outputs=outputs
-        )
+        return ir.Node(DOMAIN, op, inputs, [attribute], overload=self.overloads[key], num_outputs=outputs)
 
 
 @dataclass
@@ -75,7 +73,9 @@ def _fold_reshapes(node: ir.Node, spec: LayerSpec) -> None:
         if _is_rows(source, width):
             node.replace_input_with(place, source)
             continue
-        if (norm := source.producer()) and _made_by(source, "Transpose"):  # of a normalised head, rotated there and back
+        if (norm := source.producer()) and _made_by(
+            source, "Transpose"
+        ):  # of a normalised head, rotated there and back
             norm = norm.inputs[0].producer()
             if norm and norm.op_type == "RMSNormalization" and _swaps(source) and _swaps(norm.inputs[0]):
                 norm.outputs[0].shape = source.shape

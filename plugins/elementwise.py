@@ -1,4 +1,4 @@
-"""The small ops between the matrix products of a layer, as ONNX functions: one kernel each where there are native ones."""
+"""What lies between the matrix products of a layer, as ONNX functions: one native kernel each."""
 
 from __future__ import annotations
 

@@ -408,8 +408,8 @@ def ring_source(b: Body, past: ir.Value, new: ir.Value, sinks: int, ring: int) -
 
 
 def token_major(function: ir.Function, heads: LayerSpec, packed: bool) -> ir.Function:
-    """A body over q [B, Hq, S, D], k and v [B, H, S, D] and out [B, Hq, S, D], its first inputs and its first output, as
-    one over q [B, S, Hq * D], k and v [B, S, H * D] and out [B, S, Hq * D].
+    """A body whose first inputs are q [B, Hq, S, D], k and v [B, H, S, D] and first output [B, Hq, S, D], as one with
+    q [B, S, Hq * D], k and v [B, S, H * D] and [B, S, Hq * D] in their place.
 
     packed: q is [B, S, (Hq + 2 H) * D], queries, keys and values side by side, and k and v are left out.
     """

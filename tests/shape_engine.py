@@ -85,7 +85,9 @@ def graph(options: argparse.Namespace) -> None:
     build = BuildOptions(out=options.out, dtype=options.dtype, kv_dtype=options.dtype)
     with tempfile.TemporaryDirectory() as small:
         write_engine(Path(small), loaded, codec, build)
-        expand(Path(small), options.out, {SMALL[name]: SHAPES[options.shape][name] for name in SMALL})
+        sizes = {SMALL[name]: SHAPES[options.shape][name] for name in SMALL}
+        gate_and_up = 2 * SMALL["intermediate_size"]  # one product
+        expand(Path(small), options.out, sizes | {gate_and_up: 2 * SHAPES[options.shape]["intermediate_size"]})
 
 
 def expand(small: Path, out: Path, sizes: dict[int, int]) -> None:
