@@ -76,8 +76,8 @@ KVPACK_API const char *recorded() {
   }
 
 #ifndef REAL_DENSE
-KVPACK_API int kvpack_add_rms_norm(int32_t dtype, int64_t rows, int32_t columns, float epsilon, const void *x, const void *,
-                                   const void *, void *sum, void *out, void *) {
+KVPACK_API int kvpack_add_rms_norm(int32_t dtype, int64_t rows, int32_t columns, float epsilon, const void *x,
+                                   const void *, const void *, void *sum, void *out, void *) {
   notes += "{\"op\": \"add_rms_norm\", ";
   note("dtype", dtype, "rows", rows, "columns", columns, "epsilon", (long long)(epsilon * 1e6));
   notes += "\"end\": 0}\n";

@@ -20,7 +20,6 @@ class BoundStep:
     ) -> None:
         spec, batch, device = layer.spec, layer.batch, layer.device
         generator = torch.Generator(device).manual_seed(seed)
-
         packed = (batch, length, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
         qkv = torch.empty(packed, dtype=layer.dtype, device=device).normal_(generator=generator)
         self.out = layer.output(length)

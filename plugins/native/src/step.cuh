@@ -11,7 +11,7 @@ namespace kvpack {
 int fail(int code, const char *format, ...);     // sets kvpack_last_error; returns code
 int launched(int error, const char *what);       // of a launch: KVPACK_OK, or fails with KVPACK_CUDA
 int check_layer(const kvpack_layer &);           // dtype, head_dim in {64, 96, 128, 256}, group 1 .. 16, rotary_dim
-int check_step(const kvpack_layer &, kvpack_step &);  // the layer, pointers and sizes; fills in q_row and kv_row
+int check_step(const kvpack_layer &, kvpack_step &);  // the layer, pointers and sizes; fills in absent row strides
 int check_workspace(const kvpack_step &, size_t needed);             // enough of it, and aligned
 int check_geometry(const kvpack_layer &, const kvpack_geometry &);   // of a compressed layer
 
