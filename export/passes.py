@@ -15,6 +15,7 @@ from plugins.contract import HOST_INPUTS, OPTIONAL_OUTPUTS, TensorSpec
 from plugins.graph import DOMAIN, NodePlan
 from plugins.layer import LayerSpec
 
+from .fuse import fuse
 from .trace import OPAQUE
 
 _HOST_NAMES = {"tokens": "input_ids"}
@@ -71,6 +72,13 @@ def check_trace(a: Assembly) -> None:
     _require(len(a.plans) == len(expected), "check_trace", f"{len(a.plans)} plans for {len(expected)} layers")
 
 
+def fuse_nodes(a: Assembly) -> None:
+    """Needs: one opaque attention per layer, of q, k and v. Leaves fewer nodes; an attention whose q, k and v are one
+    product has that as its only input."""
+    opaque = [n for n in a.graph if (n.domain, n.op_type) == (DOMAIN, OPAQUE)]
+    fuse(a.model, list(zip(opaque, a.specs, strict=True)))
+
+
 def insert_nodes(a: Assembly) -> None:
     """Needs: one opaque attention per layer. Leaves each replaced by its method's node, with tables and state wired.
 
@@ -95,10 +103,11 @@ def insert_nodes(a: Assembly) -> None:
         values |= states
         missing = [name for name in plan.inputs if name not in values]
         _require(not missing, "insert_nodes", f"{plan.op} of layer {spec.layer} has no value for {missing}")
-        key = (plan.op, *sorted(plan.attributes.items()))
+        packed = values["k"] is None
+        key = (plan.op, packed, *sorted(plan.attributes.items()))
         if key not in overloads:
             overloads[key] = "" if plan.op not in {k[0] for k in overloads} else f"v{len(overloads)}"
-            function = plan.function(overloads[key])
+            function = plan.body(overloads[key], packed)
             a.model.functions[function.identifier()] = function
         new = ir.Node(
             DOMAIN,
@@ -143,7 +152,7 @@ def check_graph(a: Assembly) -> None:
     _require(known == set(a.model.functions), "check_graph", "a node has no function body, or a body no node")
 
 
-PASSES: tuple[Callable[[Assembly], None], ...] = (check_trace, insert_nodes, check_graph)
+PASSES: tuple[Callable[[Assembly], None], ...] = (check_trace, fuse_nodes, insert_nodes, check_graph)
 
 
 def assemble(a: Assembly) -> None:

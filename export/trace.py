@@ -39,15 +39,11 @@ class _Traced(nn.Module):
 
 
 def _opaque(call: AttentionCall) -> Tensor:
+    q, k, v = (x.transpose(1, 2).flatten(2) for x in (call.q, call.k, call.v))  # [B, S, heads * D]
     (out,) = torch.onnx.ops.symbolic_multi_out(
-        f"{DOMAIN}::{OPAQUE}",
-        (call.q, call.k, call.v),
-        {"layer": call.layer},
-        dtypes=(call.q.dtype,),
-        shapes=(call.q.shape,),
-        version=1,
+        f"{DOMAIN}::{OPAQUE}", (q, k, v), {"layer": call.layer}, dtypes=(q.dtype,), shapes=(q.shape,), version=1
     )
-    return out
+    return out.unflatten(-1, (call.q.shape[1], -1)).transpose(1, 2)
 
 
 @contextlib.contextmanager

@@ -407,14 +407,41 @@ def ring_source(b: Body, past: ir.Value, new: ir.Value, sinks: int, ring: int) -
     return b.Where(b.Less(since, 0), np.arange(rows, dtype=np.int64)[None], b.Add(since, rows))
 
 
+def token_major(function: ir.Function, heads: LayerSpec, packed: bool) -> ir.Function:
+    """A body whose first inputs are q [B, Hq, S, D], k and v [B, H, S, D] and first output [B, Hq, S, D], as one with
+    q [B, S, Hq * D], k and v [B, S, H * D] and [B, S, Hq * D] in their place.
+
+    packed: q is [B, S, (Hq + 2 H) * D], queries, keys and values side by side, and k and v are left out.
+    """
+    b = Body("io")
+    graph, counts = function.graph, (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    inputs = named("q", "k", "v")
+    rows = inputs
+    if packed:
+        rows = b.several("Split", 3, inputs[0], [n * heads.head_dim for n in counts], axis=-1)
+    for place, (x, count) in enumerate(zip(rows, counts, strict=True)):
+        split = b.Transpose(b.Reshape(x, [0, 0, count, heads.head_dim]), perm=[0, 2, 1, 3])
+        graph.inputs[place].replace_all_uses_with(split)
+        graph.inputs[place] = inputs[place]
+    graph.insert_before(graph[0], b.tape.nodes)
+    after, out = Body("oi"), graph.outputs[0]
+    joined = after.Reshape(after.Transpose(out, perm=[0, 2, 1, 3]), [0, 0, heads.num_heads * heads.head_dim])
+    out.name, joined.name = "heads", out.name
+    graph.extend(after.tape.nodes)
+    graph.outputs[0] = joined
+    return function
+
+
 @dataclass(frozen=True)
 class NodePlan:
     """One layer's node, as the exporter needs it.
 
     inputs and outputs are the op's own names, in order. states: shape of each state input (symbols as in
-    `plugins.contract`) and its dtype; the output `<name>_out` is written to the same memory. function: makes the body
-    under an overload name; equal `attributes` mean equal bodies.
+    `plugins.contract`) and its dtype; the output `<name>_out` is written to the same memory. function: makes the
+    arithmetic of the body under an overload name, by heads (see `token_major`); equal `attributes` mean equal bodies.
     """
+
+    heads: LayerSpec
 
     op: str
     inputs: tuple[str, ...]
@@ -422,3 +449,7 @@ class NodePlan:
     states: dict[str, tuple[ir.DataType, tuple[int | str, ...]]]
     attributes: dict[str, int | float | str | tuple[int, ...]]
     function: Callable[[str], ir.Function]
+
+    def body(self, overload: str, packed: bool = False) -> ir.Function:
+        """The op's body. packed: q, k and v are one tensor."""
+        return token_major(self.function(overload), self.heads, packed)

@@ -75,6 +75,29 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
 
 
+def tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] -> [B, S, H * D]."""
+    return x.transpose(1, 2).flatten(2).contiguous()
+
+
+def heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, S, H * D] -> [B, H, S, D]."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
+
+
+def step(
+    native: NativeLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: bool = True, **rest: Any
+) -> torch.Tensor:
+    """`NativeLayer.step` of q, k, v [B, H, S, D] as the references take them: [B, Hq, S, D].
+
+    packed: whether q, k and v lie side by side in one tensor, as a graph's joint projection leaves them.
+    """
+    given = [tokens_first(x) for x in (q, k, v)]
+    if packed:
+        given = [torch.cat(given, dim=-1)]
+    return heads_first(native.step(*given, **rest), q.shape[1])
+
+
 def follow(
     native: NativeLayer,
     references: Sequence[Any],
@@ -91,7 +114,7 @@ def follow(
     for counts in steps:
         drawn = tokens(max(counts), generator)
         given = [stored(member) for member in range(len(counts))]
-        out = native.step(*drawn, new=counts).float()
+        out = step(native, *drawn, new=counts).float()
         found, wanted = [], []
         for member, count in enumerate(counts):
             assert (out[member, :, count:] == 0).all()

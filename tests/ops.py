@@ -46,7 +46,7 @@ class Op:
             if name in ("cos", "sin") and name not in tables:
                 inputs.append(None)
                 continue
-            dtype, rank = FLOAT, 4
+            dtype, rank = FLOAT, 3 if name in ("q", "k", "v") else 4
             if name in RANKS or name == "selected":
                 dtype, rank = INT32, RANKS.get(name, 2)
             elif name in plan.states:
@@ -57,7 +57,7 @@ class Op:
         node = ir.Node("kvpack", plan.op, inputs, num_outputs=len(plan.outputs))
         for value, name in zip(node.outputs, plan.outputs, strict=True):
             state = plan.states.get(name.removesuffix("_out"))
-            dtype, rank = (INT32, 2) if name == "selected" else (state[0] if state else FLOAT, 4)
+            dtype, rank = (INT32, 2) if name == "selected" else ((state[0], 4) if state else (FLOAT, 3))
             value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([None] * rank)
         graph = ir.Graph(
             [x for x in inputs if x is not None],
@@ -66,7 +66,7 @@ class Op:
             opset_imports={"": 23, "kvpack": 1},
             name="one",
         )
-        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.function("")]))
+        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.body("")]))
         onnx.checker.check_model(proto)
         self.session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
         self.names = {value.name for value in self.session.get_inputs()}
@@ -79,13 +79,20 @@ class Op:
         }
 
     def step(self, **feeds: np.ndarray) -> np.ndarray:
-        feeds |= self.tables | self.state
+        """out [B, Hq, S, D] of q [B, Hq, S, D], k and v [B, H, S, D] and the rest."""
+        dim = feeds["q"].shape[-1]
+        feeds |= {name: token_major(feeds[name]) for name in ("q", "k", "v")} | self.tables | self.state
         found = self.session.run(None, {name: x for name, x in feeds.items() if name in self.names})
         results = dict(zip(self.outputs, found, strict=True))
         self.state = {name: results.pop(f"{name}_out") for name in self.state}
         out = results.pop("out")
         self.extra = results
-        return out
+        return out.reshape(*out.shape[:2], -1, dim).transpose(0, 2, 1, 3)
+
+
+def token_major(x: np.ndarray) -> np.ndarray:
+    """[B, H, S, D] -> [B, S, H * D]."""
+    return x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1)
 
 
 def host_feeds(past: np.ndarray, new: np.ndarray, geometry: Geometry | None = None) -> dict[str, np.ndarray]:

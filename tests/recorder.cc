@@ -28,13 +28,22 @@ void mark(std::initializer_list<void *> states) {
     if (state) *static_cast<signed char *>(state) = 77;
 }
 void geometry(const kvpack_geometry &g) { note("sinks", g.sinks, "window", g.window, "block", g.block); }
+// The bits of the first number of the first token and of the last of the last.
+void ends(const char *name, const kvpack_step *s, const void *x, int row, int size) {
+  const uint16_t *at = static_cast<const uint16_t *>(x);
+  const int32_t bits[2] = {at[0], at[(s->batch * s->length - 1) * (row ? row : size) + size - 1]};
+  list(name, bits, 2);
+}
 void common(const char *op, const kvpack_layer *l, const kvpack_step *s) {
   notes += std::string("{\"op\": \"") + op + "\", ";
   note("num_heads", l->num_heads, "num_kv_heads", l->num_kv_heads, "head_dim", l->head_dim, "rotary_dim", l->rotary_dim,
        "sliding_window", l->sliding_window, "dtype", l->dtype, "scale", (long long)(l->scale * 1e6), "softcap",
        (long long)(l->softcap * 1e6), "batch", s->batch, "length", s->length, "live", s->live, "encode", s->encode,
        "rope_rows", s->rope_rows, "rope", s->cos && s->sin, "workspace", (long long)s->workspace_bytes, "aligned",
-       s->workspace && (size_t)s->workspace % 64 == 0, "past", s->past_len[0], "new", s->new_len[0]);
+       s->workspace && (size_t)s->workspace % 64 == 0, "past", s->past_len[0], "new", s->new_len[0], "q_row", s->q_row,
+       "kv_row", s->kv_row);
+  const int q_size = l->num_heads * l->head_dim, kv_size = l->num_kv_heads * l->head_dim;
+  ends("q", s, s->q, s->q_row, q_size), ends("k", s, s->k, s->kv_row, kv_size), ends("v", s, s->v, s->kv_row, kv_size);
 }
 int finish(const kvpack_layer *l, const kvpack_step *s) {
   notes += "\"end\": 0}\n";
@@ -67,6 +76,20 @@ KVPACK_API const char *recorded() {
   }
 
 #ifndef REAL_DENSE
+KVPACK_API int kvpack_add_rms_norm(int32_t dtype, int64_t rows, int32_t columns, float epsilon, const void *x,
+                                   const void *, const void *, void *sum, void *out, void *) {
+  notes += "{\"op\": \"add_rms_norm\", ";
+  note("dtype", dtype, "rows", rows, "columns", columns, "epsilon", (long long)(epsilon * 1e6));
+  notes += "\"end\": 0}\n";
+  return std::memcpy(sum, x, size_t(rows) * columns * 2), std::memset(out, 0, size_t(rows) * columns * 2), KVPACK_OK;
+}
+KVPACK_API int kvpack_gated_activation(int32_t dtype, int32_t activation, int64_t rows, int32_t columns, const void *,
+                                       void *out, void *) {
+  notes += "{\"op\": \"gated_activation\", ";
+  note("dtype", dtype, "activation", activation, "rows", rows, "columns", columns);
+  notes += "\"end\": 0}\n";
+  return std::memset(out, 0, size_t(rows) * columns * 2), KVPACK_OK;
+}
 KVPACK_RECORDED(dense)
 KVPACK_API int32_t kvpack_abi(void) { return KVPACK_ABI; }
 KVPACK_API const char *kvpack_last_error(void) { return sentence.c_str(); }

@@ -49,7 +49,7 @@ SHAPES = {
     },
 }  # fmt: skip
 FULL_LAYERS = (0, 1, 2, 8, 18)  # of deltakv, as its paper has them for Llama-3.1-8B
-SMALL = {"hidden_size": 328, "intermediate_size": 456, "vocab_size": 648}  # numbers that mean nothing else in a graph
+SMALL = {"hidden_size": 448, "intermediate_size": 456, "vocab_size": 648}  # numbers that mean nothing else in a graph
 INLINE = 1 << 16  # bytes of a tensor that stays in the graph
 DATA, REGIONS = "model.onnx.data", "regions.json"
 TORCH = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}  # by ONNX's numbers
@@ -85,7 +85,9 @@ def graph(options: argparse.Namespace) -> None:
     build = BuildOptions(out=options.out, dtype=options.dtype, kv_dtype=options.dtype)
     with tempfile.TemporaryDirectory() as small:
         write_engine(Path(small), loaded, codec, build)
-        expand(Path(small), options.out, {SMALL[name]: SHAPES[options.shape][name] for name in SMALL})
+        sizes = {SMALL[name]: SHAPES[options.shape][name] for name in SMALL}
+        gate_and_up = 2 * SMALL["intermediate_size"]  # one product
+        expand(Path(small), options.out, sizes | {gate_and_up: 2 * SHAPES[options.shape]["intermediate_size"]})
 
 
 def expand(small: Path, out: Path, sizes: dict[int, int]) -> None:

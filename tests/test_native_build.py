@@ -15,7 +15,7 @@ from plugins.native.abi import OPS, Library
 REGISTERS = 65536  # of a multiprocessor
 BLOCK = 1024  # threads that a block may have, where a kernel has no launch bounds
 STATIC_SHARED = 48 << 10
-DECODE = re.compile("decode|table_kernel|select")  # names of what a decode step launches
+DECODE = re.compile("decode|table_kernel|select|add_rms_norm|gated_activation")  # names of what a decode step launches
 # Bytes that a kernel of these files may spill, outside its inner loop, and of the others.
 SPILLED = {"vqkv_table.cu": 448, "vqkv_decode.cu": 160, "deltakv_decode_sm90.cu": 432}
 FEW = 8

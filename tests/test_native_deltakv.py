@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
-from native import emulated, relative
+from native import emulated, relative, step
 from ops import twice
 
 from plugins.deltakv import onnx_body
@@ -84,7 +84,7 @@ class Pair:
         """The largest relative difference of a sequence's output; the reference reads the rows that we stored."""
         q, k, v = self.tokens(len(new), max(new))
         given = [self.rows(b, len(cache.stored.codes[0])) for b, cache in enumerate(self.references)]
-        out, worst = self.native.step(q, k, v, new), 0.0
+        out, worst = step(self.native, q, k, v, new=new), 0.0
         for b, n in enumerate(new):
             assert (out[b, :, n:] == 0).all()
             if n:
@@ -184,7 +184,7 @@ def test_chunks_of_any_size_store_the_same_bits(library: Any) -> None:
     for sizes in ([length], [44, 50, 1], [86, *[1] * 9]):
         both, first = pair(library, BFLOAT, batch=1), 0
         for size in sizes:
-            both.native.step(*(x[:, :, first : first + size].contiguous() for x in tokens))
+            step(both.native, *(x[:, :, first : first + size].contiguous() for x in tokens))
             first += size
         found.append(stored(both, 0))
     assert_equal(found[0], found[1])
@@ -195,15 +195,15 @@ def test_a_sequence_is_the_same_to_the_bit_in_any_batch(library: Any) -> None:
     together, alone = pair(library, HALF, batch=3), pair(library, HALF, batch=1)
     for new in ([100, 33, 50], [40, 1, 12]):
         q, k, v = together.tokens(3, max(new))
-        out = together.native.step(q, k, v, new)[2, :, : new[2]]
-        assert torch.equal(out, alone.native.step(*(x[2:, :, : new[2]].contiguous() for x in (q, k, v)))[0])
+        out = step(together.native, q, k, v, new=new)[2, :, : new[2]]
+        assert torch.equal(out, step(alone.native, *(x[2:, :, : new[2]] for x in (q, k, v)))[0])
     assert_equal(stored(together, 2), stored(alone, 0))
 
 
 def test_equal_references_are_named_from_the_lowest_and_a_reference_itself(library: Any) -> None:
     both = pair(library, HALF, batch=1, neighbors=3, stride=2)
     ones = [torch.ones(1, heads, 90, 64, dtype=HALF) for heads in (4, 2, 2)]
-    both.native.step(*ones)
+    step(both.native, *ones)
     index = stored(both, 0)["index"]
     own = torch.arange(len(index)) % 2 == 0
     assert (index[~own] == torch.tensor([0, 1, 2])).all()

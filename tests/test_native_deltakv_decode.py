@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from native import emulated, relative
+from native import emulated, relative, step
 from torch import Tensor
 
 from plugins.deltakv import onnx_body
@@ -139,7 +139,7 @@ class Case:
 
     def step(self, tokens: tuple[Tensor, Tensor, Tensor], selected: list[list[int]] | None = None) -> Tensor:
         if selected is None:
-            return self.native.step(*tokens)
+            return step(self.native, *tokens)
         width = max(map(len, selected)) + 3
         table = torch.full((len(selected), width), 1 << 20, dtype=torch.int32)
         for b, rows in enumerate(selected):
@@ -148,7 +148,7 @@ class Case:
         layer, geometry = self.native, self.config.geometry()
         object.__setattr__(geometry, "selected", lambda stored: counts)
         layer.geometry = geometry
-        return layer.step(*tokens, selected=table)
+        return step(layer, *tokens, selected=table)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
@@ -207,7 +207,7 @@ def test_results_do_not_depend_on_the_batch_or_the_launch(library):
 
 def test_a_sequence_without_a_new_token_gives_zeros(library):
     case = Case(library, [100, 60])
-    out = case.native.step(*case.tokens(), new=[0, 1])
+    out = step(case.native, *case.tokens(), new=[0, 1])
     assert not out[0].any()
     assert out[1].isfinite().all()
 

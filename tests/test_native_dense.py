@@ -92,7 +92,7 @@ class Bench:
         for heads in (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads):
             shape = (heads, length, self.spec.head_dim)
             inputs.append(torch.stack([drawn(shape, self.dtype, seed + int(n) + heads + len(inputs)) for n in past]))
-        found = self.layer.step(*inputs, new=new)
+        found = native.step(self.layer, *inputs, new=new)
         wanted = torch.zeros(found.shape)
         for b, count in enumerate(new):
             if count:
@@ -194,7 +194,7 @@ def test_an_observing_layer_chooses_the_most_attended_rows(library: Library) -> 
     before = [(c.key, c.value) for c in bench.caches]
     shape = (3, layer.num_kv_heads, 1, layer.head_dim)
     q, k, v = (drawn((3, h, *shape[2:]), torch.float16, h) for h in (layer.num_heads, *shape[1:2] * 2))
-    bench.layer.step(q, k, v)
+    native.step(bench.layer, q, k, v)
     for b, count in enumerate(geometry.selected(np.asarray(past))):
         cache = bench.caches[b]
         cache.key, cache.value = before[b]
@@ -255,8 +255,8 @@ class Decode(ctypes.Structure):
 LAYER, STEP, EXACT = "RK12kvpack_layer", "RK11kvpack_step", "RKNS_9ExactRowsE"
 SYMBOLS = {
     "decode_begin": f"_ZN6kvpack12decode_beginE{LAYER}{STEP}{EXACT}RKNS_6DecodeE",
-    "restore_exact": f"_ZN6kvpack13restore_exactE{LAYER}{STEP}{EXACT}PKvPvSB_i",
-    "store_exact": f"_ZN6kvpack11store_exactE{LAYER}{STEP}{EXACT}PKv",
+    "restore_exact": f"_ZN6kvpack13restore_exactE{LAYER}{STEP}{EXACT}PvS9_i",
+    "store_exact": f"_ZN6kvpack11store_exactE{LAYER}{STEP}{EXACT}",
 }
 
 
@@ -303,12 +303,14 @@ def step_of(ring: Ring, q: Tensor, kv: Tensor, new: Tensor) -> tuple[Step, list[
     """The step that appends kv [2, B, H, S, D], and what it points to."""
     past = torch.tensor(ring.past, dtype=torch.int32)
     step = Step(batch=len(ring.past), length=q.shape[2], live=max(ring.past))
-    for name, tensor in {"q": q, "k": kv[0], "v": kv[1], "past_len": past, "new_len": new}.items():
+    q, k, v = (native.tokens_first(x) for x in (q, *kv))
+    step.q_row, step.kv_row = q.shape[2], k.shape[2]
+    for name, tensor in {"q": q, "k": k, "v": v, "past_len": past, "new_len": new}.items():
         setattr(step, name, tensor.data_ptr())
     if ring.rope:
         step.cos, step.sin = (x.data_ptr() for x in ring.rope)
         step.rope_rows = LIMIT
-    return step, [past, q, kv, new, *(ring.rope or ())]
+    return step, [past, q, k, v, new, *(ring.rope or ())]
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -356,10 +358,9 @@ def test_exact_rows_are_restored_for_and_stored_after_a_prompt(library: Library,
     kv = drawn((2, 4, 2, length, 64), dtype, 3)
     q = torch.zeros(4, 2, length, 64, dtype=dtype)
     step, keep = step_of(ring, q, kv, torch.tensor(new, dtype=torch.int32))
-    key = torch.stack([ring.keys(kv[:, b], past[b]) for b in range(4)]).to(dtype)
     rows = max(past) + length
     dense = torch.full((2, 4, 2, rows, 64), torch.nan, dtype=dtype)
-    arguments = native.layer(layer, dtype), step, ring.exact, c_void_p(key.data_ptr())
+    arguments = native.layer(layer, dtype), step, ring.exact
     call(library, "restore_exact", *arguments, *(c_void_p(x.data_ptr()) for x in dense), c_int(rows))
     for b in range(4):
         raw = torch.cat((ring.raw[b], kv[:, b, :, : new[b]]), dim=2)

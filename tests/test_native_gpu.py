@@ -12,6 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from engines import random_compressor, random_means, random_quantisers
+from native import step, tokens_first
 
 from plugins.config import MethodConfig
 from plugins.deltakv.config import DeltaKVConfig
@@ -109,7 +110,7 @@ class Pair:
         q, k, v = self.fresh(length)
         chosen, given = self.selection(length), [self.given(b) for b in range(self.batch)]
         past = self.native.lengths.copy()
-        out = self.native.step(*(x.to(DEVICE) for x in (q, k, v)), new=counts, selected=chosen).cpu().float()
+        out = step(self.native, *(x.to(DEVICE) for x in (q, k, v)), new=counts, selected=chosen).cpu().float()
         wrong = total = 0.0
         for b, new in enumerate(counts):
             assert not out[b, :, new:].any()
@@ -216,7 +217,7 @@ def test_results_are_the_same_bits_over_relaunches_and_in_any_batch(library: Lib
     together, alone = (Pair(library, layer, config, torch.bfloat16, n) for n in (3, 1))
     if reason := library.supported(together.native.op, together.native.layer, together.native.structure):
         pytest.skip(reason)
-    together.native.step(*(x.to(DEVICE) for x in together.fresh(1500)), new=[700, 1500, 1111])
+    step(together.native, *(x.to(DEVICE) for x in together.fresh(1500)), new=[700, 1500, 1111])
     q, k, v = (x.to(DEVICE) for x in together.fresh(1))
     chosen = together.selection(1)
     before = {name: tensor.clone() for name, tensor in together.native.states.items()}
@@ -226,7 +227,7 @@ def test_results_are_the_same_bits_over_relaunches_and_in_any_batch(library: Lib
         for name, tensor in together.native.states.items():
             tensor.copy_(before[name])
         together.native.lengths = lengths.copy()
-        outs.append(together.native.step(q, k, v, selected=chosen))
+        outs.append(step(together.native, q, k, v, selected=chosen))
     assert all(torch.equal(outs[0], out) for out in outs)
     for b in range(3):
         for name, tensor in alone.native.states.items():
@@ -236,7 +237,7 @@ def test_results_are_the_same_bits_over_relaunches_and_in_any_batch(library: Lib
         if chosen is not None:
             count = int(together.geometry.selected(lengths[b : b + 1])[0])
             one = chosen[b : b + 1, : -(-count // 32) * 32]
-        out = alone.native.step(*(x[b : b + 1].contiguous() for x in (q, k, v)), selected=one)
+        out = step(alone.native, *(x[b : b + 1] for x in (q, k, v)), selected=one)
         assert torch.equal(out[0], outs[0][b])
 
 
@@ -248,8 +249,8 @@ def test_a_captured_step_replayed_at_other_lengths_equals_the_eager_one(library:
     native = pair.native
     if reason := library.supported(native.op, native.layer, native.structure):
         pytest.skip(reason)
-    native.step(*(x.to(DEVICE) for x in pair.fresh(900)), new=[900, 333])
-    q, k, v = (x.to(DEVICE) for x in pair.fresh(1))
+    step(native, *(x.to(DEVICE) for x in pair.fresh(900)), new=[900, 333])
+    q, k, v = (tokens_first(x.to(DEVICE)) for x in pair.fresh(1))
     chosen, ones = pair.selection(1), np.ones(2, np.int32)
     before = {name: tensor.clone() for name, tensor in native.states.items()}
     lengths = native.lengths.copy()

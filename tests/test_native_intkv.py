@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 import pytest
 import torch
-from native import emulated, follow
+from native import emulated, follow, step
 
 from plugins.intkv import onnx_body
 from plugins.intkv.config import IntKVConfig
@@ -139,17 +139,17 @@ def test_a_long_sequence_is_read_in_pieces_and_alone_as_in_a_batch(library: Libr
     tokens = case.tokens(2, 1, torch.Generator().manual_seed(2))
     before = {name: tensor.clone() for name, tensor in together.states.items()}
     lengths = together.lengths
-    first = together.step(*tokens)
+    first = step(together, *tokens)
     for name, tensor in before.items():
         together.states[name].copy_(tensor)
     together.lengths = lengths
-    assert torch.equal(together.step(*tokens), first)
+    assert torch.equal(step(together, *tokens), first)
     for member in range(2):
         alone = case.native(library, 1)
         for name, tensor in before.items():
             alone.states[name].copy_(tensor[member : member + 1])
         alone.lengths = lengths[member : member + 1]
-        assert torch.equal(alone.step(*(x[member : member + 1] for x in tokens)), first[member : member + 1])
+        assert torch.equal(step(alone, *(x[member : member + 1] for x in tokens)), first[member : member + 1])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_equal_values_have_the_scale_0_and_come_back_as_they_are(library: Librar
     for length in (60, 1):
         q, k, v = case.tokens(1, length, generator)
         v[:] = 0.3 * torch.eye(case.dim)[0] * case.dim**0.5 if rotation else 0.3  # rotated they are equal
-        out = native.step(q, k, v).float()
+        out = step(native, q, k, v).float()
         torch.testing.assert_close(out, v[:, :, :1].float().expand_as(out), atol=1e-3, rtol=1e-3)
     used = int(case.settings.geometry().encoded(61))
     assert (native.states["scales_v"][:, :, :used] == 0).all() and used > 0
@@ -183,7 +183,7 @@ def test_padding_writes_nothing(library: Library) -> None:
     native = case.native(library, 2)
     for name in ("codes_k", "codes_v", "scales_k", "zeros_v"):
         native.states[name].fill_(77)
-    native.step(*case.tokens(2, 60, torch.Generator().manual_seed(2)), new=[60, 30])
+    step(native, *case.tokens(2, 60, torch.Generator().manual_seed(2)), new=[60, 30])
     for member, rows in enumerate((48, 16)):
         assert (native.states["codes_k"][member, :, rows:] == 77).all()
         assert (native.states["codes_v"][member, :, rows:] == 77).all()

@@ -58,7 +58,7 @@ def build(real_dense: bool = False) -> Path:
         pytest.skip(str(error))
     sources = [ROOT / "src" / "onnxruntime.cc", Path(__file__).parent / "recorder.cc"]
     kernels = [emulated().path] if real_dense else []
-    parts = [*sources, ROOT / "src" / "ort.h", ROOT / "kvpack.h"]
+    parts = [*sources, *(ROOT / "src").glob("ort*.h"), ROOT / "kvpack.h"]
     digest = hashlib.sha256(b"".join([*(p.read_bytes() for p in parts), str(kernels).encode()])).hexdigest()[:16]
     out = cache_folder() / "emulated" / f"libort-{digest}.so"
     if not out.is_file():
@@ -130,8 +130,10 @@ def plans(state: ir.DataType) -> dict[str, tuple[NodePlan, Geometry | None]]:
 class Node:
     """One node in a graph of its own; table n of its op is full of n."""
 
-    def __init__(self, path: Path, plan: NodePlan, geometry: Geometry | None, state: ir.DataType) -> None:
-        self.plan, self.state_type = plan, state
+    def __init__(
+        self, path: Path, plan: NodePlan, geometry: Geometry | None, state: ir.DataType, packed: bool = False
+    ) -> None:
+        self.plan, self.state_type, self.packed = plan, state, packed
         sizes = state_sizes(CAPACITY, geometry, BATCH)
         self.dims = {
             name: [sizes.get(d, d) if isinstance(d, str) else d for d in shape]
@@ -150,8 +152,10 @@ class Node:
             elif name in plan.states:
                 dtype = plan.states[name][0]
                 values[name] = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([None] * 4))
+            elif packed and name in ("k", "v"):
+                values[name] = None
             elif name in ("q", "k", "v"):
-                values[name] = ir.Value(name=name, type=ir.TensorType(state), shape=ir.Shape([None] * 4))
+                values[name] = ir.Value(name=name, type=ir.TensorType(state), shape=ir.Shape([None] * 3))
             else:
                 rank = {"live": 0, "select_width": 0, "enc_src": 2, "enc_dst": 2, "selected": 2}.get(name, 1)
                 dtype = ir.TensorType(ir.DataType.INT32)
@@ -167,7 +171,7 @@ class Node:
             held = plan.states.get(name.removesuffix("_out"))
             dtype = ir.DataType.INT32 if name == "selected" else held[0] if held else state
             value.name, value.type = name, ir.TensorType(dtype)
-            value.shape = ir.Shape([None] * (2 if name == "selected" else 4))
+            value.shape = ir.Shape([None] * {"selected": 2, "out": 3}.get(name, 4))
         inputs = [x for x in values.values() if x is not None]
         graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 23, "kvpack": 1}, name="one")
         proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.function("")]))
@@ -180,20 +184,24 @@ class Node:
         self.arrays[name] = array
         return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([None] * array.ndim))
 
-    def run(self, length: int, encode: int, in_place: bool = True) -> dict[str, np.ndarray]:
-        """One step; returns the outputs, states as their bits."""
+    def run(
+        self, length: int, encode: int, in_place: bool = True, changed: dict[str, np.ndarray] | None = None
+    ) -> dict[str, np.ndarray]:
+        """One step; returns the outputs, states as their bits. changed: other inputs than the usual ones."""
         plan, spec = self.plan, self.plan.attributes
         arrays = dict(self.arrays)
         half = self.state_type.numpy()
-        for name, heads in (("q", spec["num_heads"]), ("k", HEADS), ("v", HEADS)):
-            arrays[name] = np.ones((BATCH, heads, length, DIM), half)
+        heads = {"q": spec["num_heads"], "k": HEADS, "v": HEADS}
+        full = {name: np.full((BATCH, length, n * DIM), "qkv".index(name) + 1, half) for name, n in heads.items()}
+        arrays |= {"q": np.concatenate(list(full.values()), axis=2)} if self.packed else full
+        arrays |= changed or {}
         host = {"past_len": [40, 30], "new_len": [length, 1], "live": 64, "select_len": [5, 4], "select_width": 6}
         arrays |= {name: np.array(value, np.int32) for name, value in host.items() if name in plan.inputs}
         for name in ("enc_src", "enc_dst"):
             arrays |= {name: np.zeros((BATCH, encode), np.int32)} if name in plan.inputs else {}
         if "selected" in plan.inputs:
             arrays["selected"] = np.full((BATCH, 6), 9, np.int32)
-        results = {"out": np.full((BATCH, spec["num_heads"], length, DIM), 1, half)}
+        results = {"out": np.full((BATCH, length, spec["num_heads"] * DIM), 1, half)}
         if "selected" in plan.outputs:
             results["selected"] = np.zeros((BATCH, 6), np.int32)
         for name, (dtype, _) in plan.states.items():
@@ -220,11 +228,15 @@ def recorded(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in tell().decode().splitlines()]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 @pytest.mark.parametrize("state", NUMBERS, ids=lambda state: state.name)
 @pytest.mark.parametrize("name", list(plans(ir.DataType.FLOAT16)))
-def test_a_node_of_every_kind_reaches_its_kernel_with_what_it_holds(path: Path, name: str, state: ir.DataType) -> None:
+def test_a_node_of_every_kind_reaches_its_kernel_with_what_it_holds(
+    path: Path, name: str, state: ir.DataType, packed: bool
+) -> None:
     plan, geometry = plans(state)[name]
-    node = Node(path, plan, geometry, state)
+    node = Node(path, plan, geometry, state, packed)
+    row = (6 + 2 * HEADS) * DIM if packed else 0  # 0: as wide as they are
     recorded(path)
     op, attributes = library.OPS[plan.op], plan.attributes
     for length, encode in ((20, 32), (1, 0), (1, 16)):
@@ -235,6 +247,9 @@ def test_a_node_of_every_kind_reaches_its_kernel_with_what_it_holds(path: Path, 
         (call,) = [call for call in calls if call["op"] != "prepare"]
         assert call["op"] == op and call["dtype"] == NUMBERS[state]
         assert (call["batch"], call["length"], call["past"], call["new"]) == (BATCH, length, 40, length)
+        assert (call["q_row"], call["kv_row"]) == (row, row)
+        for number, each in enumerate("qkv", 1):
+            assert call[each] == [int(np.array(number, state.numpy()).view(np.uint16))] * 2
         assert call["live"] == 64 and call["encode"] == (0 if op == "dense" else encode)
         assert call["workspace"] == 640 and call["aligned"]
         rope = attributes["rotary_dim"] > 0
@@ -300,6 +315,66 @@ def test_what_a_kernel_says_is_what_the_run_says(path: Path) -> None:
     with pytest.raises(Exception, match="13 tokens bring no luck"):
         node.run(13, 0)
     node.run(12, 0)
+
+
+def test_q_k_and_v_of_other_sizes_are_told(path: Path) -> None:
+    plan, geometry = plans(ir.DataType.FLOAT16)["dense"]
+    words = r"sizes 192, 64 and 64, or all three in q of size 320, and was given \[2, 5, 192\], none and none"
+    query = np.ones((BATCH, 5, 6 * DIM), np.float16)
+    with pytest.raises(Exception, match=words):
+        Node(path, plan, geometry, ir.DataType.FLOAT16, packed=True).run(5, 0, changed={"q": query})
+    with pytest.raises(Exception, match=r"\[2, 5, 64\] and \[2, 5, 192\]"):
+        Node(path, plan, geometry, ir.DataType.FLOAT16).run(5, 0, changed={"v": query})
+
+
+def one_node(path: Path, op: str, state: ir.DataType, inputs: list[str], outputs: list[str], **attributes: Any) -> Any:
+    """A session of one node, without a function body."""
+    values = [ir.Value(name=name, type=ir.TensorType(state)) for name in inputs]
+    made = [_attribute(name, value) for name, value in attributes.items()]
+    node = ir.Node("kvpack", op, values, made, num_outputs=len(outputs))
+    for value, name in zip(node.outputs, outputs, strict=True):
+        value.name, value.type = name, ir.TensorType(state)
+    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": 23, "kvpack": 1}, name="one")
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(path))
+    options.log_severity_level = 4
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def shapes_of(session: Any, **arrays: np.ndarray) -> list[list[int]]:
+    """Of the outputs of a run."""
+    binding = session.io_binding()
+    for name, array in arrays.items():
+        binding.bind_ortvalue_input(name, value(array))
+    for output in session.get_outputs():
+        binding.bind_output(output.name)
+    session.run_with_iobinding(binding)
+    return [out.shape() for out in binding.get_outputs()]
+
+
+@pytest.mark.parametrize("state", NUMBERS, ids=lambda state: state.name)
+def test_what_lies_between_attentions_reaches_its_kernel(path: Path, state: ir.DataType) -> None:
+    half = state.numpy()
+    norm = one_node(path, "AddRMSNormalization", state, ["x", "y", "weight"], ["sum", "out"], epsilon=0.25)
+    x = np.ones((2, 3, 24), half)
+    recorded(path)
+    found = shapes_of(norm, x=x, y=x, weight=np.ones(24, half))
+    (call,) = recorded(path)
+    wanted = {"op": "add_rms_norm", "dtype": NUMBERS[state], "rows": 6, "columns": 24, "epsilon": 250000, "end": 0}
+    assert call == wanted and found == [[2, 3, 24]] * 2
+    with pytest.raises(Exception, match="x and y of one shape and a weight of their last dimension"):
+        shapes_of(norm, x=x, y=x[:1], weight=np.ones(24, half))
+    for number, activation in enumerate(("silu", "gelu_tanh", "gelu")):
+        gate = one_node(path, "GatedActivation", state, ["x"], ["out"], activation=activation)
+        found = shapes_of(gate, x=x)
+        (call,) = recorded(path)
+        wanted = {"op": "gated_activation", "dtype": NUMBERS[state], "activation": number, "rows": 6, "columns": 12}
+        assert call == wanted | {"end": 0} and found == [[2, 3, 12]]
+    with pytest.raises(Exception, match="does not know the activation relu"):
+        one_node(path, "GatedActivation", state, ["x"], ["out"], activation="relu")
+    with pytest.raises(Exception, match="an even last dimension"):
+        shapes_of(gate, x=np.ones((2, 3), half))
 
 
 def test_a_layer_without_a_kernel_does_not_load(path: Path) -> None:
@@ -379,7 +454,7 @@ def test_an_engine_of_an_older_build_is_told_so(path: Path) -> None:
 def test_a_library_without_operators_and_a_file_that_is_none_are_told(tmp_path: Path) -> None:
     source, out = tmp_path / "x.cc", tmp_path / "x.so"
     ops = [f"int kvpack_{op}_supported(void *, void *) {{ return 0; }}" for op in library.OPS.values()]
-    source.write_text('extern "C" { int kvpack_abi() { return 1; } const char *kvpack_last_error() { return ""; }\n'
+    source.write_text('extern "C" { int kvpack_abi() { return 2; } const char *kvpack_last_error() { return ""; }\n'
                       + "\n".join(sorted(set(ops))) + "}\n")  # fmt: skip
     subprocess.run(["g++", "-shared", "-fPIC", source, "-o", out], check=True)
     with pytest.raises(UserError, match="was compiled without ONNX Runtime's headers"):

@@ -36,12 +36,11 @@ def check(
     past: list[int],
     new: list[int],
     length: int,
-    fresh: bool = False,
     sharpness: float = 1.0,
 ) -> torch.Tensor:
     """One step of `length` tokens, of which new[b] are real; rows that may not be read are NaN. Returns its output."""
     batch, h, d = len(past), spec.num_kv_heads, spec.head_dim
-    ahead = [0 if fresh else min(p, spec.window) if spec.window else p for p in past]
+    ahead = [min(p, spec.window) if spec.window else p for p in past]
     query, out = torch.full((2, batch, spec.num_heads, length, d), torch.nan, dtype=dtype)
     room = max(ahead) + length + 3
     key, value = torch.full((2, batch, h + 1, room, d), torch.nan, dtype=dtype)  # one head of padding
@@ -57,7 +56,8 @@ def check(
     strides = [ctypes.c_int64(key.stride(n)) for n in (0, 1)]
     run = internal(library(), "prefill_attention")
     layer = native.layer(spec, dtype)
-    assert run(ctypes.byref(layer), ctypes.byref(step), *pointers, *strides, int(fresh)) == OK
+    assert run(ctypes.byref(layer), ctypes.byref(step), *pointers, *strides) == OK
+    out = native.heads_first(out.view(batch, length, -1), spec.num_heads)
     for b in range(batch):
         n, total = new[b], ahead[b] + new[b]
         assert (out[b, :, n:] == 0).all()
@@ -78,7 +78,7 @@ def test_every_head_dim_and_dtype(dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("length", [2, 63, 64, 65, 127, 128, 129])
 def test_lengths_about_the_tiles(length: int) -> None:
-    check(LayerSpec(0, 1, 1, 64, 0.125), torch.float16, [0], [length], length, fresh=True)
+    check(LayerSpec(0, 1, 1, 64, 0.125), torch.float16, [0], [length], length)
 
 
 @pytest.mark.parametrize("past", [1, 63, 64, 65, 190])
@@ -93,10 +93,6 @@ def test_groups(group: int) -> None:
 
 def test_ragged_sequences_and_empty_ones() -> None:
     check(LayerSpec(0, 2, 2, 64, 0.125), torch.float16, [100, 0, 7, 130], [140, 3, 0, 129], 140)
-
-
-def test_a_fresh_step_reads_new_tokens_only() -> None:
-    check(LayerSpec(0, 1, 1, 64, 0.125), torch.float16, [40, 0], [20, 33], 33, fresh=True)
 
 
 @pytest.mark.parametrize("window", [1, 17, 64, 100])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 import pytest
 import torch
-from native import emulated, follow
+from native import emulated, follow, step
 
 from plugins.layer import LayerSpec
 from plugins.native.abi import TILES, Library, NativeError
@@ -174,8 +174,8 @@ def test_a_sequence_does_not_depend_on_its_batch(library: Library, name: str) ->
     together, alone = case.native(library, 3), case.native(library, 1)
     for counts in ([5, 40, 300], [1, 1, 1], [0, 17, 1], [1, 0, 1]):
         tokens = case.tokens(3, max(counts), generator)
-        out = together.step(*tokens, new=counts)[2]
-        assert torch.equal(out, alone.step(*(x[2:].contiguous() for x in tokens), new=counts[2:])[0])
+        out = step(together, *tokens, new=counts)[2]
+        assert torch.equal(out, step(alone, *(x[2:] for x in tokens), new=counts[2:])[0])
     for codes, other in zip(codes_of(together, case, 2), codes_of(alone, case, 0), strict=True):
         assert torch.equal(codes, other)
 
@@ -184,7 +184,7 @@ def test_padding_writes_no_code(library: Library) -> None:
     case, generator = CASES["pre_rope"], torch.Generator().manual_seed(2)
     native = case.native(library, 2)
     native.states["codes_k"].fill_(77)
-    native.step(*case.tokens(2, 60, generator), new=[60, 30])
+    step(native, *case.tokens(2, 60, generator), new=[60, 30])
     assert (native.states["codes_k"][0, :, 48:] == 77).all() and (native.states["codes_k"][1, :, 16:] == 77).all()
 
 
@@ -213,4 +213,4 @@ def test_a_small_workspace_is_refused(library: Library) -> None:
     native = CASES["pre_rope"].native(library, 1)
     native.library = type("Short", (), {"workspace": lambda self, *_: 256, "attention": library.attention})()
     with pytest.raises(NativeError, match="workspace"):
-        native.step(*CASES["pre_rope"].tokens(1, 3, torch.Generator()))
+        step(native, *CASES["pre_rope"].tokens(1, 3, torch.Generator()))

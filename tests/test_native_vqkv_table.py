@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from native import emulated, relative
+from native import emulated, relative, step
 
 from plugins.layer import LayerSpec
 from plugins.native.abi import Library
@@ -110,7 +110,7 @@ class Case:
 def run(library: Library, case: Case, members: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     native, tokens = case.native(library, members), case.tokens(members)
     wanted = torch.stack([case.expected(native, n, *(x[n] for x in tokens)) for n in range(len(members))])
-    return native.step(*tokens), wanted
+    return step(native, *tokens), wanted
 
 
 CASES = {
@@ -157,7 +157,7 @@ def test_the_encoder_writes_what_the_layout_says(library: Library, stages: tuple
     length = SINKS + WINDOW + 32
     heads = (case.heads * case.group, case.heads, case.heads)
     q, k, v = (torch.randn(1, h, length, DIM, generator=generator).half() for h in heads)
-    native.step(q, k, v)
+    step(native, q, k, v)
     for side, x in (("k", k), ("v", v)):
         lookups, quantiser = case.settings.lookups(side), getattr(case.codec, side)
         stored = native.states[f"codes_{side}"][0, :, : 32 // TILE].long() + 128

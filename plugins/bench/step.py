@@ -12,7 +12,7 @@ class BoundStep:
     """One step of `layer` after `past` stored tokens, of `length` new ones per sequence with random q, k and v.
 
     Calling it launches the step on torch's current stream; again and again, always the same one. selected: code rows to
-    read, int32 [B, M], where the op selects. out: [B, Hq, S, D].
+    read, int32 [B, M], where the op selects. out: [B, S, Hq * D].
     """
 
     def __init__(
@@ -20,16 +20,12 @@ class BoundStep:
     ) -> None:
         spec, batch, device = layer.spec, layer.batch, layer.device
         generator = torch.Generator(device).manual_seed(seed)
-
-        def drawn(heads: int) -> torch.Tensor:
-            sizes = (batch, heads, length, spec.head_dim)
-            return torch.empty(sizes, dtype=layer.dtype, device=device).normal_(generator=generator)
-
-        q, k, v = (drawn(heads) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
-        self.out = torch.empty_like(q)
+        packed = (batch, length, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        qkv = torch.empty(packed, dtype=layer.dtype, device=device).normal_(generator=generator)
+        self.out = layer.output(length)
         layer.lengths = np.full(batch, past, np.int32)
         feeds = layer.feeds(np.full(batch, length, np.int32), length, selected)
-        self._bound = layer.bound(q, k, v, self.out, feeds)
+        self._bound = layer.bound(qkv, None, None, self.out, feeds)
         self.encodes, self.workspace_bytes = self._bound.step.encode, self._bound.step.workspace_bytes
 
     def __call__(self) -> None:

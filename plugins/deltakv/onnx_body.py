@@ -71,6 +71,7 @@ def plan(spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int 
     outputs = ("out", *(f"{name}_out" for name in states))
     dtypes = {name: dtype for name, (dtype, _) in states.items()}
     return NodePlan(
+        heads=spec,
         op=OP,
         inputs=inputs,
         outputs=outputs,

@@ -137,6 +137,7 @@ def plan(spec: LayerSpec, state: ir.DataType, observes: Geometry | None = None) 
     if observes is not None:
         attributes |= {"sinks": observes.sinks, "window": observes.window, "block": observes.block}
     return NodePlan(
+        heads=spec,
         op=OBSERVED_OP if observes else OP,
         inputs=INPUTS + (SELECTION_INPUTS if observes else ()),
         outputs=OUTPUTS + (SELECTION_OUTPUTS if observes else ()),

@@ -57,6 +57,7 @@ def plan(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, limit: int = 
         "mean": int(config.mean),
     }
     return NodePlan(
+        heads=spec,
         op=OP,
         inputs=inputs,
         outputs=outputs,

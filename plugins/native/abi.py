@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_size_t, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import UserError
 
-ABI = 1
+ABI = 2
 FP16, BF16 = 0, 1
 PLAIN, TILES = 0, 1
 OK, UNSUPPORTED = 0, 1
 MAX_STAGES, MAX_SEGMENTS = 64, 8
 OPS = ("dense", "vqkv", "deltakv", "intkv")
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 PREPARED = ("vqkv", "deltakv")  # ops that read tables in a form of their own
 
 
@@ -41,7 +43,9 @@ class Step(Structure):
 
     _fields_ = (
         _int32("batch length live encode")
-        + _address("q k v out past_len new_len enc_src enc_dst cos sin")
+        + _address("q k v out")
+        + _int32("q_row kv_row")
+        + _address("past_len new_len enc_src enc_dst cos sin")
         + [("rope_rows", c_int32), ("workspace", c_void_p), ("workspace_bytes", c_size_t), ("stream", c_void_p)]
     )
 
@@ -142,6 +146,9 @@ class Library:
             state = POINTER(STRUCTURES[op])
             self._declare(f"{op}_prepared", c_size_t, POINTER(Layer), state)
             self._declare(f"{op}_prepare", c_int, POINTER(Layer), state, c_void_p, c_void_p)
+        rows = (c_int64, c_int32)
+        self._declare("add_rms_norm", c_int, c_int32, *rows, c_float, *[c_void_p] * 6)
+        self._declare("gated_activation", c_int, c_int32, c_int32, *rows, *[c_void_p] * 3)
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
         function = getattr(self.handle, f"kvpack_{name}", None)
@@ -171,6 +178,18 @@ class Library:
     def attention(self, op: str, layer: Layer, step: Step, state: Structure) -> None:
         """One step of one layer. Raises NativeError."""
         self._check(f"{op}_attention", layer, step, state)
+
+    def add_rms_norm(
+        self, dtype: int, rows: int, columns: int, epsilon: float, addresses: Sequence[int], stream: int | None = None
+    ) -> None:
+        """kvpack_add_rms_norm. addresses: of x, y, weight, sum and out. Raises NativeError."""
+        self._check("add_rms_norm", dtype, rows, columns, epsilon, *addresses, stream)
+
+    def gated_activation(
+        self, dtype: int, activation: str, rows: int, columns: int, x: int, out: int, stream: int | None = None
+    ) -> None:
+        """kvpack_gated_activation; activation: of ACTIVATIONS. x, out: addresses. Raises NativeError."""
+        self._check("gated_activation", dtype, ACTIVATIONS[activation], rows, columns, x, out, stream)
 
     def _call(self, name: str, *arguments: Any) -> int:
         return getattr(self.handle, f"kvpack_{name}")(*arguments)

@@ -7,7 +7,8 @@
  * with other lengths, since past_len, new_len, enc_src, enc_dst and select_len are read on the device.
  *
  * Functions return KVPACK_OK or an error code; `kvpack_last_error` tells the calling thread what was wrong.
- * All matrices are row-major and contiguous. B batch, S new tokens, H KV heads, Hq query heads, D head dimension.
+ * All matrices are row-major and, but for q, k and v, contiguous. B batch, S new tokens, H KV heads, Hq query heads, D
+ * head dimension.
  */
 #ifndef KVPACK_H
 #define KVPACK_H
@@ -18,7 +19,7 @@
 extern "C" {
 #endif
 
-#define KVPACK_ABI 1
+#define KVPACK_ABI 2
 #define KVPACK_API __attribute__((visibility("default")))
 
 enum { KVPACK_OK = 0, KVPACK_UNSUPPORTED = 1, KVPACK_BAD_ARGUMENT = 2, KVPACK_WORKSPACE = 3, KVPACK_CUDA = 4 };
@@ -40,8 +41,10 @@ typedef struct {
   int32_t batch, length; /* B, S */
   int32_t live;          /* no sequence stores more tokens than this; 0: every prompt is fresh. Read when S > 1 only */
   int32_t encode;        /* E: rows to encode per sequence, 0 or a multiple of the block */
-  const void *q, *k, *v; /* [B, Hq, S, D], [B, H, S, D] twice, before RoPE */
-  void *out;             /* [B, Hq, S, D]; rows at or past new_len are 0 */
+  const void *q, *k, *v; /* [B, S, Hq, D], [B, S, H, D] twice, before RoPE; 16-byte aligned */
+  void *out;             /* [B, S, Hq, D]; tokens at or past new_len are 0 */
+  int32_t q_row, kv_row; /* elements from a token to the next, in q, and in k and v: multiples of 8, so that the three
+                            can lie side by side; 0: Hq * D, H * D */
   const int32_t *past_len, *new_len; /* [B] */
   const int32_t *enc_src, *enc_dst;  /* [B, E]; see plugins.geometry.Geometry.schedule */
   const float *cos, *sin;            /* [rope_rows, rotary_dim / 2] */
@@ -140,6 +143,19 @@ KVPACK_API int kvpack_dense_supported(const kvpack_layer *, const kvpack_dense *
 KVPACK_API int kvpack_vqkv_supported(const kvpack_layer *, const kvpack_vqkv *);
 KVPACK_API int kvpack_deltakv_supported(const kvpack_layer *, const kvpack_deltakv *);
 KVPACK_API int kvpack_intkv_supported(const kvpack_layer *, const kvpack_intkv *);
+
+/* -- what lies between the attentions of a model; rows of `columns` numbers of `dtype`, nothing of it is required */
+
+enum { KVPACK_SILU = 0, KVPACK_GELU_TANH = 1, KVPACK_GELU = 2 };
+
+/* sum = x + y and out = sum / rms(sum) * weight: ONNX's RMSNormalization of the rounded sum over its last axis, with
+ * stash_type 1. x, y, sum, out [rows, columns], weight [columns]. sum may be x or y. */
+KVPACK_API int kvpack_add_rms_norm(int32_t dtype, int64_t rows, int32_t columns, float epsilon, const void *x,
+                                   const void *y, const void *weight, void *sum, void *out, void *stream);
+/* out = activation(gate) * up, the activation in float32 and rounded. x [rows, 2, columns]: gate, up; out [rows,
+ * columns]. */
+KVPACK_API int kvpack_gated_activation(int32_t dtype, int32_t activation, int64_t rows, int32_t columns, const void *x,
+                                       void *out, void *stream);
 
 /* What the last failed call of this thread had to say: one sentence, valid until the next call. */
 KVPACK_API const char *kvpack_last_error(void);

@@ -84,20 +84,20 @@ class NativeLayer:
     def step(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
         new: Sequence[int] | None = None,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Append S tokens per sequence, of which the first new[b] are real (None: all): [B, Hq, S, D].
+        """Append S tokens per sequence, of which the first new[b] are real (None: all): [B, S, Hq * D].
 
-        q [B, Hq, S, D], k and v [B, H, S, D], before RoPE. selected: code rows to read, int32 [B, M], where the op
-        selects; None reads the rows 0, 1, ....
+        q [B, S, Hq * D], k and v [B, S, H * D], before RoPE, or all three in q [B, S, (Hq + 2 H) * D]. selected: code
+        rows to read, int32 [B, M], where the op selects; None reads the rows 0, 1, ....
         """
-        length = q.shape[2]
+        length = q.shape[1]
         counts = np.full(self.batch, length, np.int32) if new is None else np.asarray(new, np.int32)
         feeds = self.feeds(counts, length, selected)
-        out = torch.full_like(q, torch.nan)
+        out = self.output(length)
         self.launch(q, k, v, out, feeds)
         self.lengths = self.lengths + counts
         return out
@@ -122,22 +122,53 @@ class NativeLayer:
     def structure_has(self, name: str) -> bool:
         return bool(getattr(self.structure, name, 0))
 
+    def output(self, length: int) -> torch.Tensor:
+        """A place for the outputs of a step of `length` tokens: NaN [B, S, Hq * D]."""
+        shape = (self.batch, length, self.spec.num_heads * self.spec.head_dim)
+        return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+
     def launch(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, feeds: Mapping[str, object]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        feeds: Mapping[str, object],
     ) -> None:
-        """The bare call, on torch's current stream. Everything must be contiguous and on the layer's device."""
+        """The bare call, on torch's current stream. Everything must be on the layer's device."""
         self.bound(q, k, v, out, feeds)()
 
     def bound(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, feeds: Mapping[str, object]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        out: torch.Tensor,
+        feeds: Mapping[str, object],
     ) -> Bound:
-        """That call with everything prepared, to be made again and again."""
+        """That call with everything prepared, to be made again and again.
+
+        Tokens of q, k and v may lie any number of elements apart, the same in k and v. Raises ValueError.
+        """
         step = Step(batch=self.batch, length=feeds["length"], live=feeds["live"])
         state = type(self.structure).from_buffer_copy(self.structure)
-        for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
-            if not tensor.is_contiguous() or tensor.dtype != self.dtype:
-                raise ValueError(f"{name} must be contiguous and {self.dtype}")
+        heads = self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads
+        sizes = [count * self.spec.head_dim for count in heads]
+        given = (q, k, v)
+        if k is None and v is None and q.shape[-1] == sum(sizes):
+            given = q.split(sizes, dim=-1)
+        rows = []
+        for name, tensor, size in zip("qkv", given, sizes, strict=True):
+            if tensor is None or tensor.shape != (step.batch, step.length, size) or tensor.dtype != self.dtype:
+                raise ValueError(f"{name} must be {self.dtype} [{step.batch}, {step.length}, {size}]")
+            rows.append(_token_stride(name, tensor))
             setattr(step, name, tensor.data_ptr())
+        step.q_row, step.kv_row, v_row = rows
+        if v_row != step.kv_row:
+            raise ValueError(f"tokens of k and v must lie equally far apart, not {step.kv_row} and {v_row} elements")
+        if not out.is_contiguous() or out.dtype != self.dtype:
+            raise ValueError(f"out must be contiguous and {self.dtype}")
+        step.out = out.data_ptr()
         for name in ("past_len", "new_len", "enc_src", "enc_dst"):
             setattr(step, name, feeds[name].data_ptr())
         step.encode = feeds["enc_src"].shape[1]
@@ -208,3 +239,14 @@ class NativeLayer:
         raw = torch.full((size + ALIGNMENT,), 255, dtype=torch.uint8, device=self.device)
         start = -raw.data_ptr() % ALIGNMENT
         return raw[start : start + size]
+
+
+def _token_stride(name: str, x: torch.Tensor) -> int:
+    """Elements from a token of x [B, S, C] to the next; 0 where there is only one."""
+    batch, length, _ = x.shape
+    if batch * length == 1:
+        return 0
+    row = x.stride(1) if length > 1 else x.stride(0)
+    if x.stride(2) != 1 or row < x.shape[2] or (batch > 1 and x.stride(0) != length * row):
+        raise ValueError(f"the tokens of {name} must lie equally far apart, each in one piece")
+    return row

@@ -172,6 +172,7 @@ def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0
     unit = ("code_tiles", TILE_ROWS) if config.layout == "tiles" else ("code_rows", 1)
     codes = [(ir.DataType.INT8, ("batch", spec.num_kv_heads, unit[0], unit[1] * config.lookups(side))) for side in "kv"]
     return NodePlan(
+        heads=spec,
         op=OP,
         inputs=INPUTS,
         outputs=OUTPUTS,

@@ -81,7 +81,7 @@ Scratch carve(char *base, const kvpack_layer &layer, const kvpack_step &step, co
     s.decode = carve_decode(carver, layer, step.batch, DELTAKV_SPLITS);
     s.attention = carver.take<char>(deltakv_decode_workspace(layer, step, d));
   } else {
-    s.many = carve_many(carver, layer, step, step.live);
+    s.many = carve_many(carver, layer, step, step.live + step.length);
   }
   s.bytes = carver.used;
   const size_t encode = deltakv_encode_workspace(layer, step, d);
@@ -117,26 +117,27 @@ size_t kvpack_deltakv_workspace(const kvpack_layer *layer, const kvpack_step *st
   return carve(nullptr, *layer, *step, *d).bytes;
 }
 
-int kvpack_deltakv_attention(const kvpack_layer *layer, const kvpack_step *step, const kvpack_deltakv *d) {
+int kvpack_deltakv_attention(const kvpack_layer *layer, const kvpack_step *given, const kvpack_deltakv *d) {
+  kvpack_step step = *given;
   int error = check(*layer, *d);
-  if (!error) error = check_step(*layer, *step);
-  if (!error) error = check_addresses(*step, *d);
+  if (!error) error = check_step(*layer, step);
+  if (!error) error = check_addresses(step, *d);
   if (error) return error;
-  char *base = static_cast<char *>(step->workspace);
-  const Scratch s = carve(base, *layer, *step, *d);
-  error = check_workspace(*step, s.bytes);
+  char *base = static_cast<char *>(step.workspace);
+  const Scratch s = carve(base, *layer, step, *d);
+  error = check_workspace(step, s.bytes);
   if (error) return error;
   Carver carver{static_cast<char *>(const_cast<void *>(d->prepared))};
   const DeltaKVTables tables = carve_tables(carver, *layer, *d);
   const ExactRows exact = exact_rows(*layer, *d);
-  if (step->length == 1) {
-    error = decode_begin(*layer, *step, exact, s.decode);
-    if (!error) error = deltakv_decode(*layer, *step, *d, tables.decode, s.decode, s.attention);
+  if (step.length == 1) {
+    error = decode_begin(*layer, step, exact, s.decode);
+    if (!error) error = deltakv_decode(*layer, step, *d, tables.decode, s.decode, s.attention);
   } else {
-    auto restore = [&](void *k, void *v, int rows) { return deltakv_restore(*layer, *step, *d, tables, k, v, rows); };
-    error = attend_many(*layer, *step, exact, s.many, restore);
+    auto restore = [&](void *k, void *v, int rows) { return deltakv_restore(*layer, step, *d, tables, k, v, rows); };
+    error = attend_many(*layer, step, exact, s.many, restore);
   }
-  if (!error && step->encode) error = deltakv_encode(*layer, *step, *d, tables, s.encode);
-  if (!error && step->length > 1) error = store_exact(*layer, *step, exact, s.many.key);
+  if (!error && step.encode) error = deltakv_encode(*layer, step, *d, tables, s.encode);
+  if (!error && step.length > 1) error = store_exact(*layer, step, exact);
   return error;
 }

@@ -171,9 +171,6 @@ Plan plan_encode(Carver &carver, const kvpack_layer &layer, const kvpack_step &s
   p.geometry = d.geometry;
   p.segments = segments_of(d);
   p.count = step.encode;
-  p.length = step.length;
-  p.heads = layer.num_kv_heads;
-  p.head_dim = layer.head_dim;
   p.width = deltakv_width(layer);
   p.ring_rows = deltakv_ring_rows(d);
   p.code_rows = d.code_rows;
@@ -231,7 +228,7 @@ int deltakv_encode(const kvpack_layer &layer, const kvpack_step &step, const kvp
   Carver carver{static_cast<char *>(workspace)};
   Plan plan = plan_encode(carver, layer, step, d);
   Encode &p = plan.p;
-  p.ring = d.ring, p.key = step.k, p.value = step.v;
+  p.ring = d.ring, p.key = rows_of(layer, step, step.k), p.value = rows_of(layer, step, step.v);
   p.past_len = step.past_len, p.new_len = step.new_len, p.source = step.enc_src, p.target = step.enc_dst;
   p.references = d.references, p.index = d.index, p.latents = d.latents, p.scales = d.scales;
   p.shift = tables.shift, p.center = d.center;

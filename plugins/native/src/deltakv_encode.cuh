@@ -22,7 +22,8 @@ KVPACK_D bool before(const Candidate &a, const Candidate &b) {
 }
 
 struct Encode {
-  const void *ring, *key, *value;  // T
+  const void *ring;  // T
+  NewRows key, value;
   const int32_t *past_len, *new_len, *source, *target;
   void *references, *index, *latents, *scales;
   const void *shift;
@@ -36,32 +37,27 @@ struct Encode {
   float *centered[2], *units[4];
   kvpack_geometry geometry;
   Segments segments;
-  int count, length, heads, head_dim, width, ring_rows, code_rows, ref_rows, stride, neighbors, index_bytes;
+  int count, width, ring_rows, code_rows, ref_rows, stride, neighbors, index_bytes;
   int hidden, pitch;
   int ordinals, splits;
 };
 
-// x of one token: element c < X / 2 of a key at k + c / D * head_stride + c % D, of a value likewise.
+// x of one token: [H, D] of keys and [H, D] of values.
 template <class T>
 struct Token {
   const T *k, *v;
-  unsigned head_stride;
 };
 template <class T>
 KVPACK_D Token<T> token_at(const Encode &p, int b, int source) {  // as enc_src counts: exact rows, then new tokens
   if (source < p.ring_rows) {
     const T *row = static_cast<const T *>(p.ring) + (int64_t(b) * p.ring_rows + source) * p.width;
-    return {row, row + p.width / 2, unsigned(p.head_dim)};
+    return {row, row + p.width / 2};
   }
-  const int64_t first = (int64_t(b) * p.heads * p.length + source - p.ring_rows) * p.head_dim;
-  return {static_cast<const T *>(p.key) + first, static_cast<const T *>(p.value) + first,
-          unsigned(p.length * p.head_dim)};
+  return {new_row<T>(p.key, b, 0, source - p.ring_rows), new_row<T>(p.value, b, 0, source - p.ring_rows)};
 }
 template <class T>
 KVPACK_D const T *part_of(const Token<T> &token, const Encode &p, int column) {
-  const int half = p.width / 2, within = column < half ? column : column - half;
-  const int head = within / p.head_dim;
-  return (column < half ? token.k : token.v) + head * token.head_stride + (within - head * p.head_dim);
+  return column < p.width / 2 ? token.k + column : token.v + (column - p.width / 2);
 }
 template <class T>
 KVPACK_D const T *reference_at(const Encode &p, int b, int ordinal) {

@@ -119,7 +119,7 @@ int decode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_dens
 
 struct Scratch {
   Decode decode;  // of one token
-  Many many;      // of many; only a sliding window's old rows are copied to dense ones
+  Many many;      // of many; only a sliding window's rows are copied, the whole cache is attended to where it is
   void *select;
   size_t bytes;
 };
@@ -130,7 +130,8 @@ Scratch carve(const kvpack_layer &layer, const kvpack_step &step, const kvpack_d
   if (step.length == 1) {
     scratch.decode = carve_decode(carver, layer, step.batch, most_pieces(layer, dense.rows));
   } else {
-    scratch.many = carve_many(carver, layer, step, min(layer.sliding_window, step.live));
+    const int window = layer.sliding_window;
+    scratch.many = carve_many(carver, layer, step, window ? min(window, step.live) + step.length : 0);
   }
   if (dense.selected) scratch.select = carver.take<char>(select_scratch(layer, step, dense));
   scratch.bytes = carver.used;
@@ -153,15 +154,15 @@ int attend(const kvpack_layer &layer, const kvpack_step &step, const kvpack_dens
   if (layer.sliding_window) {
     auto restore = [](void *, void *, int) { return int(KVPACK_OK); };  // every old row is an exact one
     if (const int code = attend_many(layer, step, exact, many, restore)) return code;
-    return store_exact(layer, step, exact, many.key);
+    return store_exact(layer, step, exact);
   }
   // The cache itself is what to attend to, once it holds the new tokens.
-  if (const int code = rotate_new(layer, step, many.query, many.key)) return code;
-  if (const int code = store_exact(layer, step, exact, many.key)) return code;
-  return prefill_attention(layer, step, many.query, dense.k, dense.v, exact.batch_stride, exact.head_stride, 0);
+  if (const int code = rotate_queries(layer, step, many.query)) return code;
+  if (const int code = store_exact(layer, step, exact)) return code;
+  return prefill_attention(layer, step, many.query, dense.k, dense.v, exact.batch_stride, exact.head_stride);
 }
 
-int check_dense(const kvpack_layer &layer, const kvpack_step &step, const kvpack_dense &dense) {
+int check_dense(const kvpack_layer &layer, kvpack_step &step, const kvpack_dense &dense) {
   if (const int code = check_step(layer, step)) return code;
   if (dense.rows < 1 || (layer.sliding_window && dense.rows != layer.sliding_window))
     return fail(KVPACK_BAD_ARGUMENT, "rows=%d: it must be >= 1, and the sliding window (%d) where there is one",
@@ -185,12 +186,13 @@ extern "C" size_t kvpack_dense_workspace(const kvpack_layer *layer, const kvpack
   return carve(*layer, *step, *dense, nullptr).bytes;
 }
 
-extern "C" int kvpack_dense_attention(const kvpack_layer *layer, const kvpack_step *step, const kvpack_dense *dense) {
-  if (const int code = check_dense(*layer, *step, *dense)) return code;
-  const Scratch scratch = carve(*layer, *step, *dense, step->workspace);
-  if (const int code = check_workspace(*step, scratch.bytes)) return code;
-  if (const int code = attend(*layer, *step, *dense, scratch)) return code;
-  return dense->selected ? select_rows(*layer, *step, *dense, scratch.decode.query, scratch.select) : KVPACK_OK;
+extern "C" int kvpack_dense_attention(const kvpack_layer *layer, const kvpack_step *given, const kvpack_dense *dense) {
+  kvpack_step step = *given;
+  if (const int code = check_dense(*layer, step, *dense)) return code;
+  const Scratch scratch = carve(*layer, step, *dense, step.workspace);
+  if (const int code = check_workspace(step, scratch.bytes)) return code;
+  if (const int code = attend(*layer, step, *dense, scratch)) return code;
+  return dense->selected ? select_rows(*layer, step, *dense, scratch.decode.query, scratch.select) : KVPACK_OK;
 }
 
 extern "C" int kvpack_dense_supported(const kvpack_layer *layer, const kvpack_dense *) { return check_layer(*layer); }

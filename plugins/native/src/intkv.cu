@@ -47,19 +47,21 @@ int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack
   if (int error = check_workspace(step, carver.used)) return error;
   if (int error = decode_begin(layer, step, exact_rows(layer, kv), scratch)) return error;
   if (int error = intkv_decode(layer, step, kv, scratch)) return error;
-  return step.encode ? intkv_encode(layer, step, kv, nullptr) : KVPACK_OK;  // the new token stays in the window
+  const NewRows unused = rows_of(layer, step, step.k);  // the new token stays in the window
+  return step.encode ? intkv_encode(layer, step, kv, unused) : KVPACK_OK;
 }
 
 int prefill_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_intkv &kv) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Many scratch = carve_many(carver, layer, step, step.live);
+  const Many scratch = carve_many(carver, layer, step, step.live + step.length);
   if (int error = check_workspace(step, carver.used)) return error;
   const ExactRows exact = exact_rows(layer, kv);
   auto restore = [&](void *k, void *v, int rows) { return intkv_restore(layer, step, kv, k, v, rows); };
   if (int error = attend_many(layer, step, exact, scratch, restore)) return error;
+  const NewRows keys = kv.pre_rope ? rows_of(layer, step, step.k) : rotated_keys(layer, step, scratch);
   if (step.encode)
-    if (int error = intkv_encode(layer, step, kv, kv.pre_rope ? step.k : scratch.key)) return error;
-  return store_exact(layer, step, exact, scratch.key);
+    if (int error = intkv_encode(layer, step, kv, keys)) return error;
+  return store_exact(layer, step, exact);
 }
 
 }  // namespace
@@ -90,13 +92,14 @@ extern "C" size_t kvpack_intkv_workspace(const kvpack_layer *layer, const kvpack
   if (check(*layer, *kv)) return 0;
   Carver carver = {nullptr};
   if (step->length == 1) carve_decode(carver, *layer, step->batch, intkv_splits(*layer, *kv));
-  else carve_many(carver, *layer, *step, step->live);
+  else carve_many(carver, *layer, *step, step->live + step->length);
   return carver.used;
 }
 
-extern "C" int kvpack_intkv_attention(const kvpack_layer *layer, const kvpack_step *step, const kvpack_intkv *kv) {
+extern "C" int kvpack_intkv_attention(const kvpack_layer *layer, const kvpack_step *given, const kvpack_intkv *kv) {
   if (int error = check(*layer, *kv)) return error;
-  if (int error = check_step(*layer, *step)) return error;
+  kvpack_step step = *given;
+  if (int error = check_step(*layer, step)) return error;
   if (int error = check_pointers(*kv)) return error;
-  return step->length == 1 ? decode_step(*layer, *step, *kv) : prefill_step(*layer, *step, *kv);
+  return step.length == 1 ? decode_step(*layer, step, *kv) : prefill_step(*layer, step, *kv);
 }

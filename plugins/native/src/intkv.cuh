@@ -24,8 +24,8 @@ int intkv_decode(const kvpack_layer &, const kvpack_step &, const kvpack_intkv &
 // Code rows below encoded(past_len) to rows sinks + j of T [B, H, rows, D] keys (rotated) and values (intkv_encode.cu).
 int intkv_restore(const kvpack_layer &, const kvpack_step &, const kvpack_intkv &, void *dense_k, void *dense_v,
                   int rows);
-// The rows that enc_src names to codes (intkv_encode.cu). key: new keys in the key space, T [B, H, S, D].
-int intkv_encode(const kvpack_layer &, const kvpack_step &, const kvpack_intkv &, const void *key);
+// The rows that enc_src names to codes (intkv_encode.cu). keys: the new ones in the key space.
+int intkv_encode(const kvpack_layer &, const kvpack_step &, const kvpack_intkv &, const NewRows &keys);
 
 // -- the rotation of plugins.intkv.config.hadamard
 

@@ -9,9 +9,10 @@ constexpr int WARPS = 8;
 
 struct EncodeArguments {
   IntSide side[2];
-  const void *ring[2], *fresh[2];  // T [B, H, exact, D], [B, H, length, D]
+  const void *ring[2];             // T [B, H, exact, D]
+  NewRows fresh[2];
   const int32_t *source, *target;  // [B, rows]
-  int heads, exact, length, rows, code_rows, rotation;
+  int heads, exact, rows, code_rows, rotation;
 };
 
 // The row x - center, rotated.
@@ -98,7 +99,7 @@ template <class T, int D> __global__ void __launch_bounds__(32 * WARPS) encode_k
   auto row_of = [&](int n) {
     const int from = source[n];
     return from < a.exact ? static_cast<const T *>(a.ring[values]) + (head * a.exact + from) * D
-                          : static_cast<const T *>(a.fresh[values]) + (head * a.length + from - a.exact) * D;
+                          : new_row<T>(a.fresh[values], b, h, from - a.exact);
   };
   float y[D / 32], low[D / 32], high[D / 32];
   Steps steps[D / 32];
@@ -209,13 +210,13 @@ template <class T, int D> __global__ void __launch_bounds__(32 * WARPS) restore_
 
 }  // namespace
 
-int intkv_encode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_intkv &kv, const void *key) {
+int intkv_encode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_intkv &kv, const NewRows &keys) {
   EncodeArguments a = {};
   a.side[0] = intkv_side(layer, kv, false), a.side[1] = intkv_side(layer, kv, true);
-  a.ring[0] = kv.ring_k, a.ring[1] = kv.ring_v, a.fresh[0] = key, a.fresh[1] = step.v;
+  a.ring[0] = kv.ring_k, a.ring[1] = kv.ring_v, a.fresh[0] = keys, a.fresh[1] = rows_of(layer, step, step.v);
   a.source = step.enc_src, a.target = step.enc_dst;
   a.heads = layer.num_kv_heads, a.exact = kv.geometry.sinks + kv.geometry.window + kv.geometry.block;
-  a.length = step.length, a.rows = step.encode, a.code_rows = kv.code_rows, a.rotation = kv.rotation;
+  a.rows = step.encode, a.code_rows = kv.code_rows, a.rotation = kv.rotation;
   const int error = choose(layer, [&](auto type, auto size) {
     const dim3 grid((a.rows + WARPS - 1) / WARPS, a.heads, 2 * step.batch);
     return launch(encode_kernel<typename decltype(type)::type, decltype(size)::value>, grid, dim3(32 * WARPS), 0,

@@ -4,16 +4,18 @@
 // sizes and calls the library on the provider's stream. State inputs and outputs are meant to be bound to one buffer;
 // where they are not, the state is copied first. With KVPACK_EMULATE the ops run on a CPU, as the kernels do.
 #include "ort.h"
+#include "ort_elementwise.h"
 
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace kvpack::ort {
 
 // -- one kernel: a node of a loaded model
 
-struct Kernel {
+struct Attention {
   const Op &op;
   kvpack_layer layer{};
   kvpack_dense dense{};
@@ -23,14 +25,14 @@ struct Kernel {
   std::mutex preparing;
   void *prepared = nullptr;
 
-  explicit Kernel(const Op &op) : op(op) {}
-  ~Kernel() {
+  explicit Attention(const Op &op) : op(op) {}
+  ~Attention() {
     if (prepared) release(prepared);
   }
 
   OrtStatus *configure(const OrtKernelInfo *info) {
     KVPACK_TRY(read(info, layer));
-    layer.dtype = op.type == HALF ? KVPACK_FP16 : KVPACK_BF16;
+    layer.dtype = op.dtype();
     switch (op.kind) {
       case Kind::DENSE: {
         if (op.output("selected") >= 0) KVPACK_TRY(read(info, dense.geometry));
@@ -66,8 +68,8 @@ struct Kernel {
                             "mean", s.mean));
         return checked(kvpack_intkv_supported(&layer, &s));
       }
+      default: return nullptr;
     }
-    return nullptr;
   }
 
   OrtStatus *compute(OrtKernelContext *context) {
@@ -77,9 +79,9 @@ struct Kernel {
     KVPACK_TRY(stream_of(context, &step.stream));
     KVPACK_TRY(tensors.renew_states(step.stream));
     const Tensor &q = tensors["q"], &live = tensors["live"], &encode = tensors["enc_src"];
-    step.batch = q.dim(0), step.length = q.dim(2), step.encode = encode.dim(1);
+    KVPACK_TRY(bind(step, tensors));
+    step.encode = encode.dim(1);
     step.live = *static_cast<const int32_t *>(live.data);
-    step.q = q.data, step.k = tensors["k"].data, step.v = tensors["v"].data;
     point(step.past_len, tensors["past_len"]);
     point(step.new_len, tensors["new_len"]);
     point(step.enc_src, encode);
@@ -87,7 +89,7 @@ struct Kernel {
     point(step.cos, tensors["cos"]);
     point(step.sin, tensors["sin"]);
     step.rope_rows = tensors["cos"].dim(0);
-    KVPACK_TRY(tensors.output("out", q.dims, &step.out));
+    KVPACK_TRY(tensors.output("out", {step.batch, step.length, layer.num_heads * layer.head_dim}, &step.out));
     Scratch scratch;
     switch (op.kind) {
       case Kind::DENSE: {
@@ -124,11 +126,42 @@ struct Kernel {
         step.workspace = scratch.data;
         return checked(kvpack_intkv_attention(&layer, &step, &state));
       }
+      default: return nullptr;
     }
-    return nullptr;
   }
 
  private:
+  static std::string numbers(int32_t a, int32_t b, int32_t c) {
+    return std::to_string(a) + ", " + std::to_string(b) + " and " + std::to_string(c);
+  }
+  static std::string shape(const Tensor &x) {
+    if (!x.value) return "none";
+    std::string all;
+    for (int64_t dim : x.dims) all += (all.empty() ? "[" : ", ") + std::to_string(dim);
+    return all + "]";
+  }
+
+  // q, k and v, each a tensor or side by side in q.
+  OrtStatus *bind(kvpack_step &step, const Tensors &tensors) {
+    const Tensor &q = tensors["q"], &k = tensors["k"], &v = tensors["v"];
+    const int32_t query = layer.num_heads * layer.head_dim, kv = layer.num_kv_heads * layer.head_dim;
+    const bool packed = !k.value && !v.value;
+    const auto fits = [&](const Tensor &x, int32_t size) {
+      return x.dims == std::vector<int64_t>{q.dim(0), q.dim(1), size};
+    };
+    if (!(packed ? fits(q, query + 2 * kv) : fits(q, query) && fits(k, kv) && fits(v, kv)))
+      return failed((op.name + " takes q, k and v [batch, length, size] of sizes " + numbers(query, kv, kv) +
+                     ", or all three in q of size " + std::to_string(query + 2 * kv) + ", and was given " +
+                     shape(q) + ", " + shape(k) + " and " + shape(v)).c_str());
+    step.batch = q.dim(0), step.length = q.dim(1);
+    step.q = q.data, step.k = k.data, step.v = v.data;
+    if (!packed) return nullptr;
+    const uint16_t *all = static_cast<const uint16_t *>(q.data);
+    step.k = all + query, step.v = all + query + kv;
+    step.q_row = step.kv_row = query + 2 * kv;
+    return nullptr;
+  }
+
   OrtStatus *bind(kvpack_dense &state, Tensors &tensors, int64_t batch) {
     point(state.k, tensors["state_k"]);
     point(state.v, tensors["state_v"]);
@@ -210,6 +243,21 @@ struct Kernel {
   }
 };
 
+// Lets K, made from an Op, be the kernel of an op's nodes.
+template <class K> void run_by(OrtCustomOp &op) {
+  op.CreateKernelV2 = [](const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *info,
+                         void **kernel) -> OrtStatus * {
+    auto made = std::make_unique<K>(*static_cast<const Op *>(op));
+    KVPACK_TRY(made->configure(info));
+    *kernel = made.release();
+    return nullptr;
+  };
+  op.KernelComputeV2 = [](void *kernel, OrtKernelContext *context) {
+    return static_cast<K *>(kernel)->compute(context);
+  };
+  op.KernelDestroy = [](void *kernel) { delete static_cast<K *>(kernel); };
+}
+
 Op::Op(Kind kind, const char *name, Type type) : OrtCustomOp{}, kind(kind), name(name), type(type) {
   version = API_VERSION;
   GetName = [](const OrtCustomOp *op) { return static_cast<const Op *>(op)->name.c_str(); };
@@ -231,22 +279,16 @@ Op::Op(Kind kind, const char *name, Type type) : OrtCustomOp{}, kind(kind), name
   GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp *) { return 1; };
   GetStartVersion = [](const OrtCustomOp *) { return 1; };
   GetEndVersion = [](const OrtCustomOp *) { return 1; };
-  CreateKernelV2 = [](const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *info, void **kernel) -> OrtStatus * {
-    auto made = std::make_unique<Kernel>(*static_cast<const Op *>(op));
-    KVPACK_TRY(made->configure(info));
-    *kernel = made.release();
-    return nullptr;
-  };
-  KernelComputeV2 = [](void *kernel, OrtKernelContext *context) {
-    return static_cast<Kernel *>(kernel)->compute(context);
-  };
-  KernelDestroy = [](void *kernel) { delete static_cast<Kernel *>(kernel); };
+  if (kind == Kind::ADD_RMS_NORM) run_by<AddRMSNormalization>(*this);
+  else if (kind == Kind::GATED_ACTIVATION) run_by<GatedActivation>(*this);
+  else run_by<Attention>(*this);
 }
 
 // -- the list of them
 
 void add_common(Op &op) {
-  op.add({"q", "k", "v"}, op.type);
+  op.add({"q"}, op.type);
+  op.add({"k", "v"}, op.type, true);
   op.outputs.push_back({"out", op.type});
 }
 
@@ -316,6 +358,20 @@ std::unique_ptr<Op> deltakv(Type type, bool coded, Type index, bool raw_referenc
   return op;
 }
 
+std::unique_ptr<Op> add_rms_norm(Type type) {
+  auto op = std::make_unique<Op>(Kind::ADD_RMS_NORM, "AddRMSNormalization", type);
+  op->add({"x", "y", "weight"}, type);
+  op->outputs = {{"sum", type}, {"out", type}};
+  return op;
+}
+
+std::unique_ptr<Op> gated_activation(Type type) {
+  auto op = std::make_unique<Op>(Kind::GATED_ACTIVATION, "GatedActivation", type);
+  op->add({"x"}, type);
+  op->outputs = {{"out", type}};
+  return op;
+}
+
 const std::vector<std::unique_ptr<Op>> &ops() {
   static const std::vector<std::unique_ptr<Op>> all = [] {
     std::vector<std::unique_ptr<Op>> found;
@@ -323,6 +379,8 @@ const std::vector<std::unique_ptr<Op>> &ops() {
       for (bool observed : {false, true}) found.push_back(dense(type, observed));
       found.push_back(vqkv(type));
       found.push_back(intkv(type));
+      found.push_back(add_rms_norm(type));
+      found.push_back(gated_activation(type));
       for (bool coded : {true, false})
         for (Type index : {INT16, INT32})
           for (bool raw_references : {true, false})

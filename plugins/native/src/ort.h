@@ -102,7 +102,7 @@ struct Port {
   bool host = false;  // lives in host memory
 };
 
-enum class Kind { DENSE, VQKV, DELTAKV, INTKV };
+enum class Kind { DENSE, VQKV, DELTAKV, INTKV, ADD_RMS_NORM, GATED_ACTIVATION };
 
 // One signature of an op: ONNX Runtime picks among those of a name by the types of a node's inputs.
 struct Op : OrtCustomOp {
@@ -124,6 +124,7 @@ struct Op : OrtCustomOp {
     }
   }
   void add_host(const char *each, bool optional = false) { inputs.push_back({each, INT32, optional, true}); }
+  int32_t dtype() const { return type == HALF ? KVPACK_FP16 : KVPACK_BF16; }
   int input(const char *wanted) const { return find(inputs, wanted); }
   int output(const char *wanted) const { return find(outputs, wanted); }
 
@@ -201,6 +202,11 @@ struct Tensor {
   std::vector<int64_t> dims;
   size_t bytes = 0;
   int32_t dim(size_t axis) const { return axis < dims.size() ? static_cast<int32_t>(dims[axis]) : 0; }
+  int64_t rows() const {  // of the last dimension
+    int64_t count = 1;
+    for (size_t n = 0; n + 1 < dims.size(); ++n) count *= dims[n];
+    return count;
+  }
 };
 
 inline size_t size_of(Type type) { return type == INT8 ? 1 : type == FLOAT || type == INT32 ? 4 : 2; }

@@ -15,7 +15,7 @@ struct Prefill {
   void *out;
   const int32_t *past_len, *new_len;
   int64_t batch_stride, head_stride;
-  int length, heads, group, window, fresh;
+  int length, heads, group, window;
   float inside, outside;  // scores (log2) are product * outside or, with a softcap, tanh(product * inside) * outside
 };
 
@@ -94,16 +94,18 @@ __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(const Prefill p) {
   const int begin = int(gridDim.z - 1 - blockIdx.z) * S::QUERIES;
   const int count = min(p.new_len[b], p.length), real = count - begin;  // queries of the sequence, of the tile
   const int64_t start = ((int64_t(b) * p.heads + head) * p.length + begin) * D;
-  T *const out = static_cast<T *>(p.out) + start;
+  const int out_row = p.heads * D;
+  T *const out = static_cast<T *>(p.out) + (int64_t(b) * p.length + begin) * out_row + head * D;
   const int room = min(p.length - begin, S::QUERIES);
   if (real <= 0) {
     for (int n = threadIdx.x; n < room * Tile<D>::CHUNKS; n += THREADS)
-      reinterpret_cast<uint4 *>(out)[n] = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4 *>(out + n / Tile<D>::CHUNKS * out_row + n % Tile<D>::CHUNKS * 8) =
+          make_uint4(0, 0, 0, 0);
     return;
   }
   // Key row r and query s: visible when r <= s + ahead and, with a window, r > s + ahead - window.
   const int past = p.past_len[b];
-  const int ahead = p.fresh ? 0 : p.window ? min(past, p.window) : past;
+  const int ahead = p.window ? min(past, p.window) : past;
   const int total = ahead + count, last = ahead + begin + min(real, S::QUERIES) - 1;
   const int low = p.window ? max(ahead + begin - p.window + 1, 0) / KEYS : 0;
   const T *const key = static_cast<const T *>(p.key), *const value = static_cast<const T *>(p.value);
@@ -279,7 +281,7 @@ __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(const Prefill p) {
   for (int n = lane; n < S::ROWS * Tile<D>::CHUNKS; n += 32) {
     const int row = warp * S::ROWS + n / Tile<D>::CHUNKS, chunk = n % Tile<D>::CHUNKS;
     if (row < room)
-      *reinterpret_cast<uint4 *>(out + row * D + 8 * chunk) =
+      *reinterpret_cast<uint4 *>(out + row * out_row + 8 * chunk) =
           *reinterpret_cast<const uint4 *>(queries + Tile<D>::at(row, chunk));
   }
 }
@@ -287,13 +289,12 @@ __global__ void __launch_bounds__(THREADS, 2) prefill_kernel(const Prefill p) {
 }  // namespace
 
 int prefill_attention(const kvpack_layer &layer, const kvpack_step &step, const void *query, const void *k,
-                      const void *v, int64_t batch_stride, int64_t head_stride, int fresh) {
+                      const void *v, int64_t batch_stride, int64_t head_stride) {
   Prefill p = {query, k, v, step.out, step.past_len, step.new_len, batch_stride, head_stride};
   p.length = step.length;
   p.heads = layer.num_heads;
   p.group = layer.num_heads / layer.num_kv_heads;
   p.window = layer.sliding_window;
-  p.fresh = fresh;
   p.inside = layer.softcap ? layer.scale / layer.softcap : 1;
   p.outside = (layer.softcap ? layer.softcap : layer.scale) * LOG2E;
   return choose(layer, [&](auto type, auto size) {

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(32 * BEGIN_WARPS<D>)
   const int past = step.past_len[b], rows = exact.geometry.sinks + exact.geometry.window + exact.geometry.block;
   const bool real = step.new_len[b] > 0;
   const int64_t start = b * exact.batch_stride + h * exact.head_stride;
-  const T *new_key = static_cast<const T *>(step.k) + int64_t(pair) * D;
-  const T *new_value = static_cast<const T *>(step.v) + int64_t(pair) * D;
+  const int64_t fresh = int64_t(b) * step.kv_row + h * D;
+  const T *new_key = static_cast<const T *>(step.k) + fresh, *new_value = static_cast<const T *>(step.v) + fresh;
   if (threadIdx.x == 0) decode.counter[pair] = 0;
 
   // Row n < old is exact row n, row `old` the new token. A lane knows the position of one row of the tile, -1 when it
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32 * BEGIN_WARPS<D>)
   copy(tile, visible, keys, exact.k, new_key);
   copy(tile, visible, values, exact.v, new_value);
 
-  const T *q = static_cast<const T *>(step.q) + int64_t(head0) * D;
+  const T *q = static_cast<const T *>(step.q) + int64_t(b) * step.q_row + h * group * D;
   for (int n = threadIdx.x; n < TILE_ROWS * D; n += WARPS * 32) {
     const int head = n / D, d = n % D;
     T x = from_float<T>(0);
@@ -151,53 +151,45 @@ template <class T> KVPACK_D void turn_row(T *to, const T *from, int size, const 
   for (int n = threadIdx.x & 31; n < size; n += 32) to[n] = from_float<T>(turned(rope, from, n, position));
 }
 
-// Grid (S / ROW_WARPS, Hq + H, B).
-template <class T, int D>
-__global__ void rotate_new_kernel(kvpack_step step, Rope rope, T *query, T *key, int heads, int kv_heads) {
-  const int s = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), b = blockIdx.z;
+// Grid (S / ROW_WARPS, Hq, B).
+template <class T, int D> __global__ void rotate_queries_kernel(kvpack_step step, Rope rope, T *query) {
+  const int s = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), head = blockIdx.y, b = blockIdx.z;
   if (s >= step.length) return;
-  const bool is_query = int(blockIdx.y) < heads;
-  const int64_t head = is_query ? int64_t(b) * heads + blockIdx.y : int64_t(b) * kv_heads + blockIdx.y - heads;
-  const int64_t at = (head * step.length + s) * D;
-  const T *from = static_cast<const T *>(is_query ? step.q : step.k) + at;
-  turn_row((is_query ? query : key) + at, from, D, rope, step.past_len[b] + s);
+  const T *from = static_cast<const T *>(step.q) + (int64_t(b) * step.length + s) * step.q_row + head * D;
+  turn_row(query + ((int64_t(b) * gridDim.y + head) * step.length + s) * D, from, D, rope, step.past_len[b] + s);
 }
 
 // Grid ((exact rows + S) / ROW_WARPS, H, B).
 template <class T, int D>
-__global__ void restore_exact_kernel(ExactRows exact, kvpack_step step, Rope rope, const T *key, T *dense_k, T *dense_v,
-                                     int rows, int window) {
+__global__ void restore_exact_kernel(ExactRows exact, kvpack_step step, NewRows new_k, NewRows new_v, Rope rope,
+                                     T *dense_k, T *dense_v, int rows, int window) {
   const int item = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), h = blockIdx.y, b = blockIdx.z;
   const int old = exact.geometry.sinks + exact.geometry.window + exact.geometry.block, past = step.past_len[b];
-  const int64_t head = int64_t(b) * gridDim.y + h;
   const int position = item < old ? exact_position(exact.geometry, item, past) : past + item - old;
   const int row = position - (window ? max(past - window, 0) : 0);
   if (position < 0 || position >= past + step.new_len[b] || row < 0 || row >= rows) return;
-  T *to_k = dense_k + (head * rows + row) * D, *to_v = dense_v + (head * rows + row) * D;
-  if (item < old) {
-    const int64_t at = b * exact.batch_stride + h * exact.head_stride + item * exact.row_stride;
-    const T *from = static_cast<const T *>(exact.k) + at;
-    if (exact.rotated) copy_row(to_k, from, D); else turn_row(to_k, from, D, rope, position);
-    copy_row(to_v, static_cast<const T *>(exact.v) + at, D);
-  } else {
-    const int64_t at = (head * step.length + item - old) * D;
-    copy_row(to_k, key + at, D);
-    copy_row(to_v, static_cast<const T *>(step.v) + at, D);
-  }
+  const int64_t to = ((int64_t(b) * gridDim.y + h) * rows + row) * D;
+  const int64_t at = b * exact.batch_stride + h * exact.head_stride + item * exact.row_stride;
+  const T *k = item < old ? static_cast<const T *>(exact.k) + at : new_row<T>(new_k, b, h, item - old);
+  const T *v = item < old ? static_cast<const T *>(exact.v) + at : new_row<T>(new_v, b, h, item - old);
+  if (item < old && exact.rotated) copy_row(dense_k + to, k, D); else turn_row(dense_k + to, k, D, rope, position);
+  copy_row(dense_v + to, v, D);
 }
 
 // Grid (S / ROW_WARPS, H, B).
-template <class T, int D> __global__ void store_exact_kernel(ExactRows exact, kvpack_step step, const T *key) {
+template <class T, int D>
+__global__ void store_exact_kernel(ExactRows exact, kvpack_step step, NewRows new_k, NewRows new_v, Rope rope) {
   const int s = blockIdx.x * ROW_WARPS + (threadIdx.x >> 5), h = blockIdx.y, b = blockIdx.z;
   const int count = step.new_len[b], position = step.past_len[b] + s;
   const int ring = exact.geometry.window + exact.geometry.block;
   const int row = exact_row(exact.geometry, position);
   if (s >= count || row >= exact.geometry.sinks + ring) return;
   if (position >= exact.geometry.sinks && s < count - ring) return;  // a later token takes the row
-  const int64_t from = ((int64_t(b) * gridDim.y + h) * step.length + s) * D;
   const int64_t to = b * exact.batch_stride + h * exact.head_stride + row * exact.row_stride;
-  copy_row(static_cast<T *>(exact.k) + to, key + from, D);
-  copy_row(static_cast<T *>(exact.v) + to, static_cast<const T *>(step.v) + from, D);
+  const T *key = new_row<T>(new_k, b, h, s);
+  T *to_k = static_cast<T *>(exact.k) + to;
+  if (exact.rotated) turn_row(to_k, key, D, rope, position); else copy_row(to_k, key, D);
+  copy_row(static_cast<T *>(exact.v) + to, new_row<T>(new_v, b, h, s), D);
 }
 
 unsigned row_blocks(int64_t rows) { return unsigned((rows + ROW_WARPS - 1) / ROW_WARPS); }
@@ -250,7 +242,7 @@ int check_geometry(const kvpack_layer &layer, const kvpack_geometry &geometry) {
   return KVPACK_OK;
 }
 
-int check_step(const kvpack_layer &layer, const kvpack_step &step) {
+int check_step(const kvpack_layer &layer, kvpack_step &step) {
   if (const int code = check_layer(layer)) return code;
   if (step.batch < 1 || step.length < 1 || step.live < 0 || step.encode < 0)
     return fail(KVPACK_BAD_ARGUMENT, "batch=%d, length=%d, live=%d, encode=%d: batch and length must be >= 1, none < 0",
@@ -261,6 +253,12 @@ int check_step(const kvpack_layer &layer, const kvpack_step &step) {
     return fail(KVPACK_BAD_ARGUMENT, "q, k, v, out, past_len and new_len must not be null");
   if (!aligned(step.q) || !aligned(step.k) || !aligned(step.v) || !aligned(step.out))
     return fail(KVPACK_BAD_ARGUMENT, "q, k, v and out must be 16-byte aligned");
+  const int q_size = layer.num_heads * layer.head_dim, kv_size = layer.num_kv_heads * layer.head_dim;
+  if (!step.q_row) step.q_row = q_size;
+  if (!step.kv_row) step.kv_row = kv_size;
+  if (step.q_row < q_size || step.kv_row < kv_size || step.q_row % 8 || step.kv_row % 8)
+    return fail(KVPACK_BAD_ARGUMENT, "q_row=%d and kv_row=%d must be multiples of 8 and at least %d and %d", step.q_row,
+                step.kv_row, q_size, kv_size);
   if (step.encode && (!step.enc_src || !step.enc_dst))
     return fail(KVPACK_BAD_ARGUMENT, "enc_src and enc_dst must not be null when %d rows are to be encoded",
                 step.encode);
@@ -269,15 +267,13 @@ int check_step(const kvpack_layer &layer, const kvpack_step &step) {
   return KVPACK_OK;
 }
 
-Many carve_many(Carver &carver, const kvpack_layer &layer, const kvpack_step &step, int past) {
+Many carve_many(Carver &carver, const kvpack_layer &layer, const kvpack_step &step, int rows) {
   Many scratch = {};
-  const size_t tokens = size_t(step.batch) * layer.head_dim;
-  scratch.query = carver.take<uint16_t>(tokens * layer.num_heads * step.length);
-  scratch.key = carver.take<uint16_t>(tokens * layer.num_kv_heads * step.length);
-  if (!past) return scratch;
-  scratch.rows = past + step.length;
-  scratch.k = carver.take<uint16_t>(tokens * layer.num_kv_heads * scratch.rows);
-  scratch.v = carver.take<uint16_t>(tokens * layer.num_kv_heads * scratch.rows);
+  const size_t size = size_t(step.batch) * layer.head_dim;
+  scratch.rows = rows;
+  scratch.query = carver.take<uint16_t>(size * layer.num_heads * step.length);
+  scratch.k = carver.take<uint16_t>(size * layer.num_kv_heads * rows);
+  scratch.v = carver.take<uint16_t>(size * layer.num_kv_heads * rows);
   return scratch;
 }
 
@@ -309,36 +305,37 @@ int decode_append(const kvpack_layer &layer, const kvpack_step &step, const Exac
   return begin(layer, step, exact, decode, false);
 }
 
-int rotate_new(const kvpack_layer &layer, const kvpack_step &step, void *query, void *key) {
+int rotate_queries(const kvpack_layer &layer, const kvpack_step &step, void *query) {
   return choose(layer, [&](auto type, auto size) {
     using T = typename decltype(type)::type;
-    const dim3 grid(row_blocks(step.length), layer.num_heads + layer.num_kv_heads, step.batch);
-    const int error = launch(rotate_new_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0, step.stream,
-                             step, rope_of(layer, step), static_cast<T *>(query), static_cast<T *>(key),
-                             layer.num_heads, layer.num_kv_heads);
-    return launched(error, "rotate_new");
+    const dim3 grid(row_blocks(step.length), layer.num_heads, step.batch);
+    const int error = launch(rotate_queries_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0,
+                             step.stream, step, rope_of(layer, step), static_cast<T *>(query));
+    return launched(error, "rotate_queries");
   });
 }
 
-int restore_exact(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const void *key,
-                  void *dense_k, void *dense_v, int rows) {
+int restore_exact(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, void *dense_k,
+                  void *dense_v, int rows) {
   return choose(layer, [&](auto type, auto size) {
     using T = typename decltype(type)::type;
     const int64_t old = int64_t(exact.geometry.sinks) + exact.geometry.window + exact.geometry.block;
     const dim3 grid(row_blocks(old + step.length), layer.num_kv_heads, step.batch);
     const int error = launch(restore_exact_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0, step.stream,
-                             exact, step, rope_of(layer, step), static_cast<const T *>(key), static_cast<T *>(dense_k),
-                             static_cast<T *>(dense_v), rows, layer.sliding_window);
+                             exact, step, rows_of(layer, step, step.k), rows_of(layer, step, step.v),
+                             rope_of(layer, step), static_cast<T *>(dense_k), static_cast<T *>(dense_v), rows,
+                             layer.sliding_window);
     return launched(error, "restore_exact");
   });
 }
 
-int store_exact(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const void *key) {
+int store_exact(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact) {
   return choose(layer, [&](auto type, auto size) {
     using T = typename decltype(type)::type;
     const dim3 grid(row_blocks(step.length), layer.num_kv_heads, step.batch);
     const int error = launch(store_exact_kernel<T, decltype(size)::value>, grid, dim3(32 * ROW_WARPS), 0, step.stream,
-                             exact, step, static_cast<const T *>(exact.rotated ? key : step.k));
+                             exact, step, rows_of(layer, step, step.k), rows_of(layer, step, step.v),
+                             rope_of(layer, step));
     return launched(error, "store_exact");
   });
 }

@@ -11,7 +11,7 @@ namespace kvpack {
 int fail(int code, const char *format, ...);     // sets kvpack_last_error; returns code
 int launched(int error, const char *what);       // of a launch: KVPACK_OK, or fails with KVPACK_CUDA
 int check_layer(const kvpack_layer &);           // dtype, head_dim in {64, 96, 128, 256}, group 1 .. 16, rotary_dim
-int check_step(const kvpack_layer &, const kvpack_step &);           // the layer, and pointers and sizes of the step
+int check_step(const kvpack_layer &, kvpack_step &);  // the layer, pointers and sizes; fills in absent row strides
 int check_workspace(const kvpack_step &, size_t needed);             // enough of it, and aligned
 int check_geometry(const kvpack_layer &, const kvpack_geometry &);   // of a compressed layer
 
@@ -37,6 +37,24 @@ template <class F> int choose(const kvpack_layer &layer, F &&f) {
     case 128: return half ? f(Type<half_t>(), Size<128>()) : f(Type<bf16_t>(), Size<128>());
     default: return half ? f(Type<half_t>(), Size<256>()) : f(Type<bf16_t>(), Size<256>());
   }
+}
+
+// -- new tokens
+
+// Rows of new keys or values: row s of head h of sequence b is at rows + b * batch_stride + h * head_stride
+// + (past_len[b] + s) * row_stride, in elements of T, past_len[b] counting as 0 where there is no past_len.
+struct NewRows {
+  const void *rows;
+  int64_t batch_stride, head_stride, row_stride;
+  const int32_t *past_len;
+};
+// Those of step.k or step.v.
+inline NewRows rows_of(const kvpack_layer &layer, const kvpack_step &step, const void *rows) {
+  return {rows, int64_t(step.length) * step.kv_row, layer.head_dim, step.kv_row, nullptr};
+}
+template <class T> KVPACK_D const T *new_row(const NewRows &x, int b, int h, int s) {
+  return static_cast<const T *>(x.rows) + b * x.batch_stride + h * x.head_stride +
+         ((x.past_len ? x.past_len[b] : 0) + s) * x.row_stride;
 }
 
 // -- the exact rows of a cache: sinks, then a ring of window + block rows
@@ -139,40 +157,40 @@ KVPACK_D void merge_last(const Merge &merge, int b, int h, int used);
 
 // -- a step of many tokens
 
-// RoPE at past_len[b] + s. query: T [B, Hq, S, D], key: T [B, H, S, D].
-int rotate_new(const kvpack_layer &, const kvpack_step &, void *query, void *key);
+// query: T [B, Hq, S, D] <- step.q, RoPE at past_len[b] + s.
+int rotate_queries(const kvpack_layer &, const kvpack_step &, void *query);
 // Sinks, tail and new tokens to their rows of T [B, H, N, D] keys (rotated) and values. Row = position - first(b), with
-// first(b) = max(0, past_len[b] - sliding_window) on a sliding-window layer, else 0. key: the rotated new keys.
-int restore_exact(const kvpack_layer &, const kvpack_step &, const ExactRows &, const void *key, void *dense_k,
-                  void *dense_v, int rows);
-// Causal attention of query T [B, Hq, S, D] into step.out; rows at or past new_len give 0. Row r of k and v is at
-// b * batch_stride + h * head_stride + r * D (elements). fresh: row s is new token s, there is no past; else row =
-// position - first(b). (prefill.cu)
+// first(b) = max(0, past_len[b] - sliding_window) on a sliding-window layer, else 0.
+int restore_exact(const kvpack_layer &, const kvpack_step &, const ExactRows &, void *dense_k, void *dense_v, int rows);
+// Causal attention of query T [B, Hq, S, D] into step.out; tokens at or past new_len give 0. Row r of k and v is at
+// b * batch_stride + h * head_stride + r * D (elements); row = position - first(b). (prefill.cu)
 int prefill_attention(const kvpack_layer &, const kvpack_step &, const void *query, const void *k, const void *v,
-                      int64_t batch_stride, int64_t head_stride, int fresh);
-// The exact rows after the step. key: the rotated new keys.
-int store_exact(const kvpack_layer &, const kvpack_step &, const ExactRows &, const void *key);
+                      int64_t batch_stride, int64_t head_stride);
+// The exact rows after the step.
+int store_exact(const kvpack_layer &, const kvpack_step &, const ExactRows &);
 
-// Scratch of such a step: T [B, Hq, S, D], [B, H, S, D], and where rows of a past are to be made dense [B, H, rows, D]
-// twice. past: how many of them at most.
+// Scratch of such a step: T [B, Hq, S, D] rotated queries and, where there are `rows`, all rows that are attended to,
+// [B, H, rows, D] twice.
 struct Many {
-  void *query, *key, *k, *v;
+  void *query, *k, *v;
   int rows;
 };
-Many carve_many(Carver &, const kvpack_layer &, const kvpack_step &, int past);
+Many carve_many(Carver &, const kvpack_layer &, const kvpack_step &, int rows);
+// The rotated new keys in there, once they were attended to, of a layer without a sliding window.
+inline NewRows rotated_keys(const kvpack_layer &layer, const kvpack_step &step, const Many &scratch) {
+  const int64_t head = int64_t(scratch.rows) * layer.head_dim;
+  return {scratch.k, head * layer.num_kv_heads, head, layer.head_dim, step.past_len};
+}
 // Its attention. restore(k, v, rows): writes the compressed rows to where restore_exact leaves room for them.
 template <class Restore>
 int attend_many(const kvpack_layer &layer, const kvpack_step &step, const ExactRows &exact, const Many &scratch,
                 Restore &&restore) {
-  const void *k = scratch.key, *v = step.v;
-  if (int error = rotate_new(layer, step, scratch.query, scratch.key)) return error;
-  if (step.live) {
-    k = scratch.k, v = scratch.v;
-    if (int error = restore_exact(layer, step, exact, scratch.key, scratch.k, scratch.v, scratch.rows)) return error;
+  if (int error = rotate_queries(layer, step, scratch.query)) return error;
+  if (int error = restore_exact(layer, step, exact, scratch.k, scratch.v, scratch.rows)) return error;
+  if (step.live)
     if (int error = restore(scratch.k, scratch.v, scratch.rows)) return error;
-  }
-  const int64_t stride = int64_t(step.live ? scratch.rows : step.length) * layer.head_dim;
-  return prefill_attention(layer, step, scratch.query, k, v, stride * layer.num_kv_heads, stride, step.live == 0);
+  const int64_t head = int64_t(scratch.rows) * layer.head_dim;
+  return prefill_attention(layer, step, scratch.query, scratch.k, scratch.v, head * layer.num_kv_heads, head);
 }
 
 // -- DenseObservedAttention (select.cu): fills d.selected. query: T [B, Hq, D] as Decode::query when S == 1 (not read

@@ -164,19 +164,21 @@ int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack
                         ? vqkv_table_decode(layer, step, vq, tables.rest, scratch.decode, scratch.table)
                         : vqkv_decode(layer, step, vq, tables, scratch.decode);
   if (error) return error;
-  return step.encode ? vqkv_encode(layer, step, vq, tables, nullptr) : KVPACK_OK;
+  const NewRows unused = rows_of(layer, step, step.k);  // the new token stays in the window
+  return step.encode ? vqkv_encode(layer, step, vq, tables, unused) : KVPACK_OK;
 }
 
 int prefill_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq, const VqTables &tables) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Many scratch = carve_many(carver, layer, step, step.live);
+  const Many scratch = carve_many(carver, layer, step, step.live + step.length);
   if (int error = check_workspace(step, carver.used)) return error;
   const ExactRows exact = exact_rows(layer, vq);
   auto restore = [&](void *k, void *v, int rows) { return vqkv_restore(layer, step, vq, tables, k, v, rows); };
   if (int error = attend_many(layer, step, exact, scratch, restore)) return error;
+  const NewRows keys = vq.pre_rope ? rows_of(layer, step, step.k) : rotated_keys(layer, step, scratch);
   if (step.encode)
-    if (int error = vqkv_encode(layer, step, vq, tables, vq.pre_rope ? step.k : scratch.key)) return error;
-  return store_exact(layer, step, exact, scratch.key);
+    if (int error = vqkv_encode(layer, step, vq, tables, keys)) return error;
+  return store_exact(layer, step, exact);
 }
 
 }  // namespace
@@ -222,14 +224,15 @@ size_t kvpack_vqkv_workspace(const kvpack_layer *layer, const kvpack_step *step,
   if (check(*layer, *vq)) return 0;
   Carver carver = {nullptr};
   if (step->length == 1) carve_step(carver, *layer, *step, *vq);
-  else carve_many(carver, *layer, *step, step->live);
+  else carve_many(carver, *layer, *step, step->live + step->length);
   return carver.used;
 }
 
-int kvpack_vqkv_attention(const kvpack_layer *layer, const kvpack_step *step, const kvpack_vqkv *vq) {
+int kvpack_vqkv_attention(const kvpack_layer *layer, const kvpack_step *given, const kvpack_vqkv *vq) {
   if (int error = check(*layer, *vq)) return error;
-  if (int error = check_step(*layer, *step)) return error;
-  if (int error = check_pointers(*step, *vq)) return error;
+  kvpack_step step = *given;
+  if (int error = check_step(*layer, step)) return error;
+  if (int error = check_pointers(step, *vq)) return error;
   const VqTables tables = vqkv_tables(*layer, *vq, vq->prepared);
-  return step->length == 1 ? decode_step(*layer, *step, *vq, tables) : prefill_step(*layer, *step, *vq, tables);
+  return step.length == 1 ? decode_step(*layer, step, *vq, tables) : prefill_step(*layer, step, *vq, tables);
 }

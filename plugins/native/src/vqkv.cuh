@@ -42,8 +42,8 @@ int vqkv_decode(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &, 
 // Code rows below encoded(past_len) to rows sinks + j of T [B, H, rows, D] keys (rotated) and values (vqkv_restore.cu).
 int vqkv_restore(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &, const VqTables &, void *dense_k,
                  void *dense_v, int rows);
-// The rows that enc_src names to codes (vqkv_encode.cu). key: the new keys in the codec's space, T [B, H, S, D].
-int vqkv_encode(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &, const VqTables &, const void *key);
+// The rows that enc_src names to codes (vqkv_encode.cu). keys: the new ones in the codec's space.
+int vqkv_encode(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &, const VqTables &, const NewRows &keys);
 
 // -- the order of columns
 

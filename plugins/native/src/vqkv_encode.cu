@@ -9,9 +9,10 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS, DEPTH = 32;  // DEPTH: rows of th
 
 struct EncodeArguments {
   VqSide side[2];
-  const void *ring[2], *fresh[2];  // T [B, H, exact, D], [B, H, length, D]
+  const void *ring[2];             // T [B, H, exact, D]
+  NewRows fresh[2];
   const int32_t *source, *target;  // [B, rows]
-  int heads, dim, exact, length, rows, code_rows;
+  int heads, dim, exact, rows, code_rows;
   int in_tiles;  // the layout of the codes
   int parts;     // blocks that share a tile of rows, each with some of the groups
   int trash;  // the first code row that is none
@@ -29,7 +30,7 @@ template <class T> KVPACK_D EncodedRow<T> encoded_row(const EncodeArguments &a, 
   const int to = a.target[int64_t(b) * a.rows + n], source = a.source[int64_t(b) * a.rows + n];
   if (to >= a.trash) return {ring, -1};
   if (source < a.exact) return {ring + int64_t(source) * a.dim, to};
-  return {static_cast<const T *>(a.fresh[values]) + (head * a.length + source - a.exact) * a.dim, to};
+  return {new_row<T>(a.fresh[values], b, h, source - a.exact), to};
 }
 
 // x - mean of columns k0 .. k0 + DEPTH - 1 to x [DEPTH][ROWS] in shared memory, by the block.
@@ -355,14 +356,14 @@ template <class T> int encode_rows(const EncodeArguments &a, int batch, void *st
 }  // namespace
 
 int vqkv_encode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq, const VqTables &tables,
-                const void *key) {
+                const NewRows &keys) {
   EncodeArguments a = {};
   a.side[0] = tables.k, a.side[1] = tables.v;
-  a.ring[0] = vq.ring_k, a.ring[1] = vq.ring_v, a.fresh[0] = key, a.fresh[1] = step.v;
+  a.ring[0] = vq.ring_k, a.ring[1] = vq.ring_v, a.fresh[0] = keys, a.fresh[1] = rows_of(layer, step, step.v);
   a.source = step.enc_src, a.target = step.enc_dst;
   a.heads = layer.num_kv_heads, a.dim = layer.head_dim;
   a.exact = vq.geometry.sinks + vq.geometry.window + vq.geometry.block;
-  a.length = step.length, a.rows = step.encode, a.code_rows = vq.code_rows;
+  a.rows = step.encode, a.code_rows = vq.code_rows;
   a.in_tiles = vq.layout == KVPACK_TILES;
   a.trash = vq.code_rows - (a.in_tiles ? VQ_TILE : 1);
   const int error = layer.dtype == KVPACK_FP16 ? encode_rows<half_t>(a, step.batch, step.stream)
