@@ -267,6 +267,7 @@ template <class V> V __reduce_max_sync(uint32_t m, V v) {
   return reduce_sync(m, v, [](V a, V b) { return a > b ? a : b; });
 }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
 template <class V> V __ldg(const V *p) { return *p; }
 template <class V> V __ldcg(const V *p) { return *p; }
 template <class V> void __stcg(V *p, V v) { *p = v; }
@@ -341,7 +342,7 @@ template <class T> void mma_16816(float (&c)[4], const uint32_t (&a)[4], const u
 }
 
 // b by its descriptor: no swizzle, the rest as wgmma_matrix of src/device.cuh.
-template <class T> void wgmma_64x128x16(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+template <class T> void wgmma_64x64x16(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   auto &w = emulator::warp();
   const int lane = emulator::lane();
   for (int n = 0; n < 4; ++n) w.slot[lane][n] = a[n];
@@ -358,7 +359,7 @@ template <class T> void wgmma_64x128x16(float (&d)[64], const uint32_t (&a)[4], 
       memcpy(&value, &bits, 2);
       rows[r][k] = float(value);
     }
-  for (int n = 0; n < 64; ++n) {
+  for (int n = 0; n < 32; ++n) {
     const int column = n / 4 * 8 + lane % 4 * 2 + n % 2;
     float sum = 0;
     for (int k = 0; k < 16; ++k) {

@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
 #pragma unroll
     for (int n = 0; n < Shape::EACH * 2; ++n) means[n * 128] = 0;
     if (first_row < last_row) stage<T, Shape>(d, w, row, ordinals);
+    copy_async_commit();  // of W_K, by a team without rows
     copy_async_wait<0>();
     __syncthreads();
 

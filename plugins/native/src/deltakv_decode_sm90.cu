@@ -1,7 +1,8 @@
 // Attention of one new token to DeltaKV's code rows on sm_90, for heads of 128 and latents of 4 bits: as
 // deltakv_decode.cu does it, but keys are rebuilt by wgmma, whose first operand, codes, is made in registers and whose
-// second, W_K of one head, stays in shared memory. While that runs, and while a tile's sums are made, what the next
-// step needs is on its way to registers.
+// second, W_K of one head, stays in shared memory. All is latency here, so there are as many warps as registers allow:
+// the two halves of a team have the lower and the upper blocks of the keys of the same rows, and later each half of the
+// rows' values.
 #include "deltakv_tile.cuh"
 
 namespace kvpack {
@@ -9,32 +10,36 @@ namespace kvpack {
 #if defined(KVPACK_SM90A) || defined(KVPACK_EMULATE)
 namespace {
 
-using Shape = Tile<128>;
-constexpr int D = 128, ROWS = Shape::ROWS, TEAMS = 2, THREADS = TEAMS * 128;
-constexpr int FIELDS = 2, BLOCKS = D / 8;  // codes in a byte; blocks of 8 columns of the keys
+constexpr int D = 128, ROWS = 64, TEAMS = 2, TEAM = 256, THREADS = TEAMS * TEAM, WARPS = TEAM / 32;
+constexpr int MINE = ROWS / WARPS;                    // rows whose references and codes a warp fetches
+constexpr int FIELDS = 2, BLOCKS = D / 8, HALF = 8;  // codes in a byte; blocks of 8 columns of the keys, of a half
 constexpr int STEP_BYTES = 16 * D * 2;     // of W_K for 16 latents
 constexpr float LEAST = 1e-12f;            // keys are made in units of the scale, or of this where that is less
+static_assert(WARPS == HEADS && BLOCKS == 2 * HALF);
 
 // Shared memory, in bytes, for rows of up to 64 CHUNKS bytes of codes. `teams` is what each of them has, from 0 again.
 template <int CHUNKS> struct Room {
-  static constexpr int STEPS = CHUNKS * 8, EACH = CHUNKS * 2;  // of 16 latents; bytes of a row whose sums a lane keeps
-  static constexpr int STRIDE = CHUNKS * 64 + 16;              // of staged codes: rows are four banks apart
+  static constexpr int STEPS = CHUNKS * 8;                 // of 16 latents
+  static constexpr int STRIDE = CHUNKS * 64 + 16;          // of staged codes: rows are four banks apart
   static constexpr int MATRIX = STEPS * STEP_BYTES;
   static constexpr int offsets = MATRIX, barriers = offsets + D * 4, masses = barriers + 64;
-  static constexpr int teams = masses + TEAMS * 4 * HEADS * 8 + TEAMS * HEADS * 4;
+  static constexpr int teams = masses + TEAMS * HEADS * 16;
   static constexpr int codes = 0, named = codes + 2 * ROWS * STRIDE, scales = named + 2 * ROWS * MAX_NEIGHBORS * 8;
-  static constexpr int positions = scales + 2 * ROWS * 4, weights = positions + 2 * ROWS * 4;
-  static constexpr int tops = weights + 2 * HEADS * (ROWS + 8) * 2, query = tops + 4 * HEADS * 4;
-  static constexpr int TEAM = query + BLOCKS * 32 * 4, TOTAL = teams + TEAMS * TEAM;
+  static constexpr int shares = scales + 2 * ROWS * 4, positions = shares + 2 * ROWS * 4;
+  static constexpr int weights = positions + 2 * ROWS * 4;
+  static constexpr int factors = weights + 2 * HEADS * (ROWS + 8) * 2, scores = factors + HEADS * 4;
+  static constexpr int query = scores + 2 * HEADS * (ROWS + 4) * 4;
+  static constexpr int TEAM_BYTES = query + BLOCKS * 32 * 4, TOTAL = teams + TEAMS * TEAM_BYTES;
   // In the end, over the teams' parts: sums of latents and of references, and operands of the last product.
   static constexpr int LATENTS = STEPS * 16 * HEADS * 4, MEANS = D * HEADS * 4;
-  static constexpr int sums = teams, means = sums + TEAMS * LATENTS, operands = means + TEAMS * MEANS;
-  static_assert(operands + STEPS * 32 * 16 <= TOTAL);
+  static constexpr int sums = teams, means = sums + TEAMS * LATENTS, operands = means + 2 * TEAMS * MEANS;
+  static constexpr int products = operands + STEPS * 32 * 16;
+  static_assert(products + D * HEADS * 4 <= TOTAL);
 };
 
-// A lane of quad place q has pairs 32 i + 8 q .. + 7 of the keys, i 0 and 1, one in each block; column 2 q of a block
-// is the first of the pair. A rotation's halves are a pair, and of what is not rotated, too, the lower and the upper half.
-KVPACK_D int pair_at(int q, int block) { return block / 8 * 32 + q * 8 + block % 8; }
+// A lane of quad place q has pairs 32 i + 8 q .. + 7 of the keys, one in each block of half i; column 2 q of a block is
+// the first of the pair. A rotation's halves are a pair, and of what is not rotated, too, the lower and the upper half.
+KVPACK_D int pair_at(int q, int block) { return block / HALF * 32 + q * 8 + block % HALF; }
 KVPACK_D int dimension_at(int pair, int second, int half) {
   return pair < half ? pair + second * half : pair + (second ? D / 2 : half);
 }
@@ -49,140 +54,168 @@ template <class T> KVPACK_D uint32_t pair_of_codes(uint32_t word, int field, int
   return and_xor(right < 0 ? word << -right : word >> right, splice.mask, splice.rest);  // nothing wraps round
 }
 
-// What is known of a row one tile ahead: its number and its references' ordinals, of lane % 16, and its scale.
+KVPACK_D void meet_team() {
+  static_assert(TEAMS == 2);
+  if (threadIdx.x < TEAM) named_barrier<1, TEAM>();
+  else named_barrier<2, TEAM>();
+}
+
+// What is known of a row one tile ahead: its number and, of neighbor lane / MINE, the reference's ordinal, of
+// lane % MINE, and its scale.
 struct Ahead {
-  int row, ordinals[ORDINALS<Shape>];
+  int row, ordinal;
   float scale;
 };
+KVPACK_D int row_at(const Decoding &d, const Work &w, int first) {
+  return code_row(d, w, first + w.warp * MINE + w.lane % MINE);
+}
 template <class T> KVPACK_D void look_up(const Decoding &d, const Work &w, Ahead &ahead) {
-  fetch_ordinals<Shape>(d, w, ahead.row, ahead.ordinals);
-  ahead.scale = ahead.row < 0 ? 0 : to_float(static_cast<const T *>(d.scales)[int64_t(w.b) * d.code_rows + ahead.row]);
+  const int64_t row = int64_t(w.b) * d.code_rows + ahead.row;
+  const int n = w.lane / MINE;
+  ahead.ordinal = -1, ahead.scale = 0;
+  if (ahead.row < 0) return;
+  ahead.scale = to_float(static_cast<const T *>(d.scales)[row]);
+  if (n < d.neighbors)
+    ahead.ordinal = d.index_bytes == 2 ? __ldg(static_cast<const int16_t *>(d.index) + row * d.neighbors + n)
+                                       : __ldg(static_cast<const int32_t *>(d.index) + row * d.neighbors + n);
 }
 template <class T, class Sizes> KVPACK_D void stage_codes(const Decoding &d, const Work &w, int row, int buffer) {
   const int piece = w.lane % 16 * 16;
   const int8_t *codes = d.codes + int64_t(w.b) * d.code_rows * d.latents.row_bytes + piece;
-  unsigned char *to = w.shared + Sizes::codes + (buffer * ROWS + w.warp * 16 + w.lane / 16) * Sizes::STRIDE + piece;
+  unsigned char *to = w.shared + Sizes::codes + (buffer * ROWS + w.warp * MINE + w.lane / 16) * Sizes::STRIDE + piece;
 #pragma unroll
-  for (int i = 0; i < 16; i += 2) {  // half a warp for a row
+  for (int i = 0; i < MINE; i += 2) {  // half a warp for a row
     const int from = __shfl_sync(~0u, row, i + w.lane / 16);
     if (from < 0 || piece >= d.latents.row_bytes) continue;  // any bits are a code, whose row or latent does not count
     copy_async_16(to + i * Sizes::STRIDE, codes + int64_t(from) * d.latents.row_bytes);
   }
   copy_async_commit();
 }
-// [2, ROWS, 2] references: they are read two at a time, and where there is none, `zeros` stands in.
+KVPACK_D float unit_of(float scale) { return fabsf(scale) > LEAST ? scale : LEAST; }
+// [2, ROWS, 2] references: they are read two at a time, and where there is none, `zeros` stands in. What is read of
+// them, and the rows' cosines and sines, are sent to L2.
 template <class T, class Sizes>
 KVPACK_D void stage_rows(const Decoding &d, const Work &w, const Ahead &ahead, const T *zeros, int buffer) {
-  const int r = buffer * ROWS + w.warp * 16 + w.lane % 16;
-  const T **named = reinterpret_cast<const T **>(w.shared + Sizes::named) + (r + buffer * ROWS) * 2;
-#pragma unroll
-  for (int i = 0; i < ORDINALS<Shape>; ++i) {
-    named[i * ROWS * 2 + w.lane / 16] = ahead.ordinals[i] < 0 ? zeros : reference_of<T>(d, w, ahead.ordinals[i]);
+  const int r = w.warp * MINE + w.lane % MINE, n = w.lane / MINE;
+  static_assert(32 / MINE == MAX_NEIGHBORS);
+  const T *reference = ahead.ordinal < 0 ? zeros : reference_of<T>(d, w, ahead.ordinal);
+  reinterpret_cast<const T **>(w.shared + Sizes::named)[((buffer * 2 + n / 2) * ROWS + r) * 2 + n % 2] = reference;
+  if (n < d.neighbors) {
+    reference += w.h * D;
+    prefetch(reference), prefetch(reference + D / 2);
+    prefetch(reference + d.width / 2), prefetch(reference + d.width / 2 + D / 2);
   }
-  if (w.lane < 16) {
-    reinterpret_cast<int *>(w.shared + Sizes::positions)[r] = ahead.row < 0 ? -1 : ahead.row + d.geometry.sinks;
-    reinterpret_cast<float *>(w.shared + Sizes::scales)[r] = ahead.scale;
+  if (n == 0) {
+    const int at = buffer * ROWS + r, position = ahead.row + d.geometry.sinks;
+    reinterpret_cast<int *>(w.shared + Sizes::positions)[at] = ahead.row < 0 ? -1 : position;
+    reinterpret_cast<float *>(w.shared + Sizes::scales)[at] = ahead.scale;
+    reinterpret_cast<float *>(w.shared + Sizes::shares)[at] = d.share / unit_of(ahead.scale);
+    const int64_t turn = rope_row(d.rope, position);
+    if (d.rope.half > 0) prefetch(d.rope.cos + turn), prefetch(d.rope.sin + turn);
+    if (d.rope.half > 32) prefetch(d.rope.cos + turn + 32), prefetch(d.rope.sin + turn + 32);
   }
-  __syncwarp();
 }
 
-// A lane's part of the keys of two references of its two rows: lower halves of both its runs of pairs, then upper ones.
-struct Keys { uint4 of[2][2][4]; };
+// A lane's part of the keys of two references of its two rows: lower halves of its pairs, then upper ones.
+struct Keys { uint4 of[2][2][2]; };
 template <class T>
-KVPACK_D void load_keys(const T *const *named, const int (&columns)[4], Keys &keys) {
+KVPACK_D void load_keys(const T *const *named, const int (&columns)[2], Keys &keys) {
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const T *row = named[r * 16 + n];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) keys.of[r][n][i] = load_streamed(reinterpret_cast<const uint4 *>(row + columns[i]));
+      for (int i = 0; i < 2; ++i) keys.of[r][n][i] = load_streamed(reinterpret_cast<const uint4 *>(row + columns[i]));
     }
 }
 KVPACK_D uint32_t word_of(const uint4 &four, int n) {
   return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w;
 }
-// keys[8 i + e] += share * the references'; both are in units of the row's scale.
-template <class T> KVPACK_D void add_keys(const Keys &more, const float (&share)[2], float (&keys)[64]) {
+// keys[4 block + e] += share * the references'; both are in units of the row's scale.
+template <class T> KVPACK_D void add_keys(const Keys &more, const float (&share)[2], float (&keys)[32]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const float2 a = unpack2<T>(word_of(more.of[r][0][i], word)), b = unpack2<T>(word_of(more.of[r][1][i], word));
-        float *key = keys + (i % 2 * 8 + word * 2) * 4 + r * 2 + i / 2;
+        float *key = keys + word * 8 + r * 2 + i;
         key[0] = __fmaf_rn(a.x + b.x, share[r], key[0]);
         key[4] = __fmaf_rn(a.y + b.y, share[r], key[4]);
       }
 }
 
-// A lane's part of the values of a reference: dimensions 4 (8 warp + lane / 4) .. + 3 of rows 16 step + 2 q and the
-// three that are 1, 8 and 9 further.
-struct ValuePart { uint2 of[ROWS / 16][4]; };
-template <class T> KVPACK_D void load_value(const T *const *named, int column, ValuePart &value) {
+// A lane's part of the values of two references: dimensions 4 (8 (warp % 4) + lane / 4) .. + 3 of rows 16 step + 2 q
+// and the three that are 1, 8 and 9 further, of half the rows.
+struct NearValues { uint2 of[2][ROWS / 32][4]; };
+template <class T> KVPACK_D void load_values(const T *const *named, int column, NearValues &values) {
 #pragma unroll
-  for (int step = 0; step < ROWS / 16; ++step)
+  for (int step = 0; step < ROWS / 32; ++step)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const T *row = named[(step * 16 + e / 2 * 8 + e % 2) * 2];
-      value.of[step][e] = load_streamed(reinterpret_cast<const uint2 *>(row + column));
-    }
+    for (int e = 0; e < 4; ++e)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const T *row = named[(step * 16 + e / 2 * 8 + e % 2) * 2 + n];
+        values.of[n][step][e] = load_streamed(reinterpret_cast<const uint2 *>(row + column));
+      }
 }
-template <class T>
-KVPACK_D void sum_value(const ValuePart &value, const uint32_t (&weights)[ROWS / 16][2], float (&sums)[2][4]) {
+// Operands of rows 16 step ..; `weights`: a lane's, of its head and of rows 2 q and on.
+template <class T> KVPACK_D void load_weights(const T *weights, int step, uint32_t (&x)[2]) {
+  x[0] = *reinterpret_cast<const uint32_t *>(weights + step * 16);
+  x[1] = *reinterpret_cast<const uint32_t *>(weights + step * 16 + 8);
+}
+template <class T> KVPACK_D void sum_values(const NearValues &values, const T *weights, float (&sums)[2][4]) {
 #pragma unroll
-  for (int step = 0; step < ROWS / 16; ++step) {
-    const uint2(&row)[4] = value.of[step];
-    const uint32_t low[4] = {permute<0x5410>(row[0].x, row[1].x), permute<0x7632>(row[0].x, row[1].x),
-                             permute<0x5410>(row[2].x, row[3].x), permute<0x7632>(row[2].x, row[3].x)};
-    const uint32_t high[4] = {permute<0x5410>(row[0].y, row[1].y), permute<0x7632>(row[0].y, row[1].y),
-                              permute<0x5410>(row[2].y, row[3].y), permute<0x7632>(row[2].y, row[3].y)};
-    mma_16816<T>(sums[0], low, weights[step]);
-    mma_16816<T>(sums[1], high, weights[step]);
+  for (int step = 0; step < ROWS / 32; ++step) {
+    uint32_t x[2];
+    load_weights(weights, step, x);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint2(&row)[4] = values.of[n][step];
+      const uint32_t low[4] = {permute<0x5410>(row[0].x, row[1].x), permute<0x7632>(row[0].x, row[1].x),
+                               permute<0x5410>(row[2].x, row[3].x), permute<0x7632>(row[2].x, row[3].x)};
+      const uint32_t high[4] = {permute<0x5410>(row[0].y, row[1].y), permute<0x7632>(row[0].y, row[1].y),
+                                permute<0x5410>(row[2].y, row[3].y), permute<0x7632>(row[2].y, row[3].y)};
+      mma_16816<T>(sums[0], low, x);
+      mma_16816<T>(sums[1], high, x);
+    }
   }
 }
 
-// keys += the latents of the warp's 16 rows, less the offset of their codes, times W_K.
+// keys += the latents of the warp's 16 rows, less the offset of their codes, times W_K of half the blocks.
 template <class T, class Sizes>
-KVPACK_D void multiply_keys(const Work &w, uint32_t matrix, const unsigned char *codes, float (&keys)[64]) {
+KVPACK_D void multiply_keys(uint32_t matrix, uint32_t codes, float (&keys)[32]) {
   const uint64_t first = wgmma_matrix(matrix, STEP_BYTES / 2, 128);
-  uint32_t a[2][2][4];
+  const uint32_t address = uint32_t(first), strides = uint32_t(first >> 32);  // adding does not carry
+  uint32_t a[2][4], low = 0, high = 0;
 #pragma unroll
-  for (int series = 0; series < Sizes::STEPS / 2; ++series) {
-    const unsigned char *from = codes + series / 2 * 32 + series % 2 * 4;
-    const uint32_t low = *reinterpret_cast<const uint32_t *>(from);
-    const uint32_t high = *reinterpret_cast<const uint32_t *>(from + 8 * Sizes::STRIDE);
-    wgmma_wait<1>();  // the other half of `a` may still be read
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t(&x)[4] = a[series % 2][n];
-      x[0] = pair_of_codes<T>(low, n, 0), x[1] = pair_of_codes<T>(high, n, 0);
-      x[2] = pair_of_codes<T>(low, n, 8), x[3] = pair_of_codes<T>(high, n, 8);
+  for (int step = 0; step < Sizes::STEPS; ++step) {
+    if (step % 2 == 0) {
+      const uint32_t from = codes + step / 4 * 32 + step % 4 / 2 * 4;
+      low = load_shared_32(from), high = load_shared_32(from + 8 * Sizes::STRIDE);
     }
+    wgmma_wait<1>();  // the other half of `a` may still be read
+    uint32_t(&x)[4] = a[step % 2];
+    x[0] = pair_of_codes<T>(low, step % 2, 0), x[1] = pair_of_codes<T>(high, step % 2, 0);
+    x[2] = pair_of_codes<T>(low, step % 2, 8), x[3] = pair_of_codes<T>(high, step % 2, 8);
     wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-      wgmma_64x128x16<T>(keys, a[series % 2][n], first + (series * 2 + n) * (STEP_BYTES >> 4));
+    wgmma_64x64x16<T>(keys, x, uint64_t(strides) << 32 | (address + step * (STEP_BYTES >> 4)));
     wgmma_commit();
   }
 }
 
-// Cosines and sines of a lane's two runs of pairs of a row.
-struct Turn { float cos[16], sin[16]; };
-KVPACK_D void load_turn(const Rope &rope, int position, int q, Turn &turn) {
-  const int64_t at = rope_row(rope, position) + q * 8;
+// Cosines and sines of a lane's run of pairs, `first` and on, of a row.
+struct Turn { float cos[HALF], sin[HALF]; };
+KVPACK_D void load_turn(const Rope &rope, int position, int first, Turn &turn) {
+  const int64_t at = rope_row(rope, position) + first;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool turns = i * 32 + q * 8 < rope.half;
-#pragma unroll
-    for (int e = 0; e < 8; e += 4) {
-      float4 c = make_float4(1, 1, 1, 1), s = make_float4(0, 0, 0, 0);
-      if (turns) c = load_cached(rope.cos + at + i * 32 + e), s = load_cached(rope.sin + at + i * 32 + e);
-      float *cos = turn.cos + i * 8 + e, *sin = turn.sin + i * 8 + e;
-      cos[0] = c.x, cos[1] = c.y, cos[2] = c.z, cos[3] = c.w;
-      sin[0] = s.x, sin[1] = s.y, sin[2] = s.z, sin[3] = s.w;
-    }
+  for (int e = 0; e < HALF; e += 4) {
+    float4 c = make_float4(1, 1, 1, 1), s = make_float4(0, 0, 0, 0);
+    if (first < rope.half) c = load_cached(rope.cos + at + e), s = load_cached(rope.sin + at + e);
+    turn.cos[e] = c.x, turn.cos[e + 1] = c.y, turn.cos[e + 2] = c.z, turn.cos[e + 3] = c.w;
+    turn.sin[e] = s.x, turn.sin[e + 1] = s.y, turn.sin[e + 2] = s.z, turn.sin[e + 3] = s.w;
   }
 }
 // The query's operands, uint32 [BLOCKS, 32 lanes]; zeros for heads that are not.
@@ -191,7 +224,7 @@ template <class Sizes> KVPACK_D void load_query_sm90(const Decoding &d, const Wo
   const uint16_t *from = static_cast<const uint16_t *>(d.merge.decode.query) + int64_t(head0 + head) * D;
   uint32_t *query = reinterpret_cast<uint32_t *>(w.shared + Sizes::query) + lane;
 #pragma unroll
-  for (int n = 0; n < BLOCKS; n += 4) {
+  for (int n = 0; n < BLOCKS; n += WARPS) {
     const int pair = pair_at(lane % 4, n + w.warp);
     uint32_t two = 0;
     if (head < d.merge.group)
@@ -199,61 +232,56 @@ template <class Sizes> KVPACK_D void load_query_sm90(const Decoding &d, const Wo
     query[(n + w.warp) * 32] = two;
   }
 }
-// Keys rotated and multiplied with the query: scores of rows lane / 4 (+ 8), heads 2 q (+ 1).
+// Keys of half the blocks of row number r of a lane, rotated: its operands in a product with the query.
 template <class T>
-KVPACK_D void multiply_query(const Turn (&turn)[2], const float (&unit)[2], const uint32_t *query, int lane,
-                             const float (&keys)[64], float (&scores)[4]) {
+KVPACK_D void turn_keys(const Turn &turn, int r, float unit, const float (&keys)[32], uint32_t (&a)[HALF]) {
+#pragma unroll
+  for (int block = 0; block < HALF; ++block) {
+    float cos = turn.cos[block], sin = turn.sin[block];
+    if constexpr (IS_HALF<T>) cos *= unit, sin *= unit;  // or numbers may be too large
+    const float2 pair = turn_pair(keys[block * 4 + r * 2], keys[block * 4 + r * 2 + 1], cos, sin);
+    a[block] = pack2<T>(pair.x, pair.y);
+  }
+}
+// Parts of scores of rows lane / 4 (+ 8), heads 2 q (+ 1).
+template <class T>
+KVPACK_D void multiply_query(const uint32_t (&a)[2][HALF], const uint32_t *query, const float (&unit)[2],
+                             float (&scores)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) scores[e] = 0;
 #pragma unroll
-  for (int n = 0; n < BLOCKS; n += 2) {
-    uint32_t a[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int block = n + i / 2, r = i % 2;
-      float cos = turn[r].cos[block], sin = turn[r].sin[block];
-      if constexpr (IS_HALF<T>) cos *= unit[r], sin *= unit[r];  // or numbers may be too large
-      const float2 pair = turn_pair(keys[block * 4 + r * 2], keys[block * 4 + r * 2 + 1], cos, sin);
-      a[i] = pack2<T>(pair.x, pair.y);
-    }
-    const uint32_t b[2] = {query[n * 32 + lane], query[n * 32 + 32 + lane]};
-    mma_16816<T>(scores, a, b);
+  for (int n = 0; n < HALF; n += 2) {
+    const uint32_t x[4] = {a[0][n], a[1][n], a[0][n + 1], a[1][n + 1]}, b[2] = {query[n * 32], query[n * 32 + 32]};
+    mma_16816<T>(scores, x, b);
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e)
     if constexpr (!IS_HALF<T>) scores[e] *= unit[e / 2];
 }
 
-// sums [EACH x 16 of the warp's latents, HEADS] += codes^T weights, of half the rows. `codes`: the lane's bytes of rows
-// 2 q and on.
-template <class T, class Sizes>
-KVPACK_D void sum_latents(int half, const unsigned char *codes, const uint32_t (&weights)[ROWS / 16][2],
-                          float (&sums)[Sizes::EACH][4]) {
-  constexpr int WORDS = Sizes::EACH / 4;
+// sums [EACH x 16 of the warp's latents, HEADS] += codes^T weights. `codes`, `weights`: the lane's bytes and operands,
+// of rows 2 q and on.
+template <class T, int EACH>
+KVPACK_D void sum_latents(const unsigned char *codes, const T *weights, float (&sums)[EACH][4]) {
+  static_assert(EACH == 2 || EACH == 4);
 #pragma unroll
-  for (int step = half * (ROWS / 32); step < (half + 1) * (ROWS / 32); ++step) {
-    uint32_t words[4][WORDS];
+  for (int step = 0; step < ROWS / 16; ++step) {
+    uint32_t words[4], x[2];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const unsigned char *from = codes + (step * 16 + e / 2 * 8 + e % 2) * Sizes::STRIDE;
-      if constexpr (WORDS == 2) {
-        const uint2 two = *reinterpret_cast<const uint2 *>(from);
-        words[e][0] = two.x, words[e][1] = two.y;
-      } else {
-        words[e][0] = *reinterpret_cast<const uint32_t *>(from);
-      }
+      const unsigned char *from = codes + (step * 16 + e / 2 * 8 + e % 2) * Room<EACH>::STRIDE;
+      if constexpr (EACH == 4) words[e] = *reinterpret_cast<const uint32_t *>(from);
+      else words[e] = *reinterpret_cast<const uint16_t *>(from);
     }
+    load_weights(weights, step, x);
+    const uint32_t low[2] = {permute<0x5410>(words[0], words[1]), permute<0x7632>(words[0], words[1])};
+    const uint32_t high[2] = {permute<0x5410>(words[2], words[3]), permute<0x7632>(words[2], words[3])};
 #pragma unroll
-    for (int n = 0; n < WORDS; ++n) {
-      const uint32_t low[2] = {permute<0x5410>(words[0][n], words[1][n]), permute<0x7632>(words[0][n], words[1][n])};
-      const uint32_t high[2] = {permute<0x5410>(words[2][n], words[3][n]), permute<0x7632>(words[2][n], words[3][n])};
-#pragma unroll
-      for (int byte = 0; byte < 4; ++byte) {
-        const int up = byte % 2 * 8;
-        const uint32_t a[4] = {pair_of_codes<T>(low[byte / 2], 0, up), pair_of_codes<T>(low[byte / 2], 1, up),
-                               pair_of_codes<T>(high[byte / 2], 0, up), pair_of_codes<T>(high[byte / 2], 1, up)};
-        mma_16816<T>(sums[n * 4 + byte], a, weights[step]);
-      }
+    for (int byte = 0; byte < EACH; ++byte) {
+      const int up = byte % 2 * 8;
+      const uint32_t a[4] = {pair_of_codes<T>(low[byte / 2], 0, up), pair_of_codes<T>(low[byte / 2], 1, up),
+                             pair_of_codes<T>(high[byte / 2], 0, up), pair_of_codes<T>(high[byte / 2], 1, up)};
+      mma_16816<T>(sums[byte], a, x);
     }
   }
 }
@@ -261,7 +289,7 @@ KVPACK_D void sum_latents(int half, const unsigned char *codes, const uint32_t (
 template <class T, int CHUNKS>
 __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_constant__ Decoding d) {
   using Sizes = Room<CHUNKS>;
-  constexpr int EACH = Sizes::EACH, STEPS = Sizes::STEPS;
+  constexpr int STEPS = Sizes::STEPS, EACH = CHUNKS;  // bytes of a row whose sums a lane keeps
   KVPACK_DYNAMIC_SHARED(shared);
   const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
   const int rows = rows_to_read(d, b), used = splits_of(d, rows);
@@ -271,13 +299,16 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
     merge_last<T, D, false>(d.merge, b, h, 0);
     return;
   }
-  const int team = int(threadIdx.x) / 128, thread = int(threadIdx.x) % 128;
-  const Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
-                  shared + Sizes::teams + team * Sizes::TEAM};
-  const int tiles = (rows + ROWS - 1) / ROWS, g = w.lane / 4, q = w.lane % 4;
+  const int team = int(threadIdx.x) / TEAM, thread = int(threadIdx.x) % TEAM;
+  Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
+            shared + Sizes::teams + team * Sizes::TEAM_BYTES};
+  const int tiles = (rows + ROWS - 1) / ROWS;
+  int g = w.lane / 4, q = w.lane % 4, half = w.warp / 4;
   const int begin = int(int64_t(tiles) * split / used), end = int(int64_t(tiles) * (split + 1) / used);
   const int first_row = (begin + team) * ROWS, last_row = end * ROWS, rows_on = TEAMS * ROWS;
   const T *zeros = reinterpret_cast<const T *>(d.offsets + d.merge.kv_heads * D);
+  // By a shuffle the compiler knows that this is the same in a warp.
+  const uint32_t matrix = shared_address(shared) + __shfl_sync(~0u, w.warp / 4, 0) * (HALF * 128);
   uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + Sizes::barriers);  // W_K and W_V are there
   unsigned *done = reinterpret_cast<unsigned *>(barriers + 2);                   // teams that need W_K no more
   const auto copy_matrix = [&](const void *from, uint64_t *barrier) {
@@ -286,7 +317,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
     for (int n = 0; n < Sizes::MATRIX; n += 16384) copy_bulk(shared + n, of_head + n, 16384, barrier);
   };
   const auto leave_keys = [&] {  // by a thread of a team whose warps all left: W_V takes the place of W_K
-    __threadfence();
+    __threadfence_block();
     if (atomicAdd(done, 1u) + 1 == TEAMS) copy_matrix(d.to_value, barriers + 1);
   };
 
@@ -298,52 +329,58 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
     copy_matrix(d.to_key, barriers);
   }
   Ahead ahead;
-  ahead.row = first_row < last_row ? fetched_row<Shape>(d, w, first_row) : -1;
-  int next = first_row + rows_on < last_row ? fetched_row<Shape>(d, w, first_row + rows_on) : -1;
+  ahead.row = first_row < last_row ? row_at(d, w, first_row) : -1;
+  int next = first_row + rows_on < last_row ? row_at(d, w, first_row + rows_on) : -1;
   look_up<T>(d, w, ahead);
   stage_codes<T, Sizes>(d, w, ahead.row, 0);
-  if (team == 0) reinterpret_cast<float *>(shared + Sizes::offsets)[thread] = d.offsets[h * D + thread];
+  float *offsets = reinterpret_cast<float *>(shared + Sizes::offsets);
+  if (threadIdx.x < D) offsets[thread] = d.offsets[h * D + thread];
+  stage_rows<T, Sizes>(d, w, ahead, zeros, 0);
   prefetch_lines(static_cast<const char *>(d.to_value) + int64_t(h) * Sizes::MATRIX, Sizes::MATRIX,
                  int(threadIdx.x) * used + split, THREADS * used);
-  stage_rows<T, Sizes>(d, w, ahead, zeros, 0);
-  int columns[4];  // of a lane's parts of a key
+  int row, first_pair, columns[2], value_row, value_column;  // columns: of a lane's parts of a key
+  const auto find_place = [&] {  // in the loop anew, to spare registers
+    w.lane = computed_here(w.lane), w.warp = computed_here(w.warp);
+    g = w.lane / 4, q = w.lane % 4, half = w.warp / 4;
+    row = w.warp % 4 * 16 + g, first_pair = half * 32 + q * 8;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) columns[i] = h * D + dimension_at(i % 2 * 32 + q * 8, i / 2, d.rope.half);
-  const int value_column = d.width / 2 + h * D + (w.warp * 8 + g) * 4;
+    for (int i = 0; i < 2; ++i) columns[i] = h * D + dimension_at(first_pair, i, d.rope.half);
+    value_row = half * (ROWS / 2) + q * 2, value_column = d.width / 2 + h * D + (w.warp % 4 * 8 + g) * 4;
+  };
+  find_place();
   const auto named_row = [&](int row, int buffer) {  // two references; the other two are ROWS further
     return reinterpret_cast<const T *const *>(w.shared + Sizes::named) + (buffer * 2 * ROWS + row) * 2;
   };
-  Keys near_keys;
-  if (first_row < last_row) load_keys<T>(named_row(w.warp * 16 + g, 0), columns, near_keys);
   __syncthreads();
+  Keys near_keys;
+  if (first_row < last_row) load_keys<T>(named_row(row, 0), columns, near_keys);
   if (first_row >= last_row && thread == 0) leave_keys();
 
   float sums[EACH][4] = {}, mean_sums[2][4] = {};
-  float top[2] = {NOTHING, NOTHING}, mass[2] = {}, code_mass[2] = {};  // of heads 2 q and 2 q + 1
+  float top = NOTHING, mass = 0, code_mass = 0;  // of head w.warp; the masses are of a lane's rows alone
+  float *factors = reinterpret_cast<float *>(w.shared + Sizes::factors);  // [HEADS]: by which older sums shrink
   int buffer = 0;
 #pragma unroll 1
   for (int at = first_row; at < last_row; at += rows_on, buffer ^= 1) {
+    find_place();
     const bool more = at + rows_on < last_row;
     const unsigned char *codes = w.shared + Sizes::codes + buffer * ROWS * Sizes::STRIDE;
-    const int row = w.warp * 16 + g;
-    ahead.row = next;
-    next = at + 2 * rows_on < last_row ? fetched_row<Shape>(d, w, at + 2 * rows_on) : -1;
-    if (more) look_up<T>(d, w, ahead);
-
-    float scale[2], scores[4];
-    int position[2];
+    const float *scales = reinterpret_cast<const float *>(w.shared + Sizes::scales) + buffer * ROWS;
+    const int *positions = reinterpret_cast<const int *>(w.shared + Sizes::positions) + buffer * ROWS;
     {
-      float keys[64], unit[2], share[2];
+      Ahead ahead;
+      ahead.row = next;
+      next = at + 2 * rows_on < last_row ? row_at(d, w, at + 2 * rows_on) : -1;
+      look_up<T>(d, w, ahead);
+      float keys[32], scores[4], unit[2], share[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        scale[r] = reinterpret_cast<const float *>(w.shared + Sizes::scales)[buffer * ROWS + row + r * 8];
-        position[r] = reinterpret_cast<const int *>(w.shared + Sizes::positions)[buffer * ROWS + row + r * 8];
-        unit[r] = fabsf(scale[r]) > LEAST ? scale[r] : LEAST;
-        share[r] = d.share / unit[r];
+        unit[r] = unit_of(scales[row + r * 8]);
+        share[r] = scales[(Sizes::shares - Sizes::scales) / 4 + row + r * 8];
       }
 #pragma unroll
-      for (int n = 0; n < BLOCKS; ++n) {
-        const float2 two = *reinterpret_cast<const float2 *>(shared + Sizes::offsets + (n * 8 + q * 2) * 4);
+      for (int n = 0; n < HALF; ++n) {
+        const float2 two = *reinterpret_cast<const float2 *>(offsets + (half * HALF + n) * 8 + q * 2);
         keys[n * 4] = keys[n * 4 + 2] = two.x, keys[n * 4 + 1] = keys[n * 4 + 3] = two.y;
       }
       add_keys<T>(near_keys, share, keys);
@@ -351,115 +388,107 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
         load_keys<T>(named_row(row + ROWS, buffer), columns, near_keys);
         add_keys<T>(near_keys, share, keys);
       }
-      Turn turn[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) load_turn(d.rope, position[r], q, turn[r]);
+      Turn turn;
+      load_turn(d.rope, positions[row], first_pair, turn);
       copy_async_wait<0>();
-      __syncwarp();
+      meet_team();  // all have their codes, and the older ones were read
+      if (more) {
+        stage_codes<T, Sizes>(d, w, ahead.row, buffer ^ 1);
+        stage_rows<T, Sizes>(d, w, ahead, zeros, buffer ^ 1);
+      }
       if (at == first_row) barrier_wait(barriers, 0);
       hold(keys);
-      multiply_keys<T, Sizes>(w, shared_address(shared), codes + row * Sizes::STRIDE + q * 8, keys);
+      multiply_keys<T, Sizes>(matrix,
+                              shared_address(codes) + row * Sizes::STRIDE + q * 8, keys);
       if (at == first_row) {
         wait_for_previous_kernel();
         load_query_sm90<Sizes>(d, w);
-        meet(w);
+        meet_team();
       }
       wgmma_wait<0>();
       hold(keys);
-      multiply_query<T>(turn, unit, reinterpret_cast<const uint32_t *>(w.shared + Sizes::query), w.lane, keys, scores);
-    }
-
-    ValuePart value;
-    load_value<T>(named_row(q * 2, buffer), value_column, value);
-    float found[2] = {2 * NOTHING, 2 * NOTHING};
+      uint32_t turned[2][HALF];
+      turn_keys<T>(turn, 0, unit[0], keys, turned[0]);
+      load_turn(d.rope, positions[row + 8], first_pair, turn);
+      turn_keys<T>(turn, 1, unit[1], keys, turned[1]);
+      const uint32_t *query = reinterpret_cast<const uint32_t *>(w.shared + Sizes::query) + half * (HALF * 32);
+      multiply_query<T>(turned, query + w.lane, unit, scores);
+      float *parts = reinterpret_cast<float *>(w.shared + Sizes::scores);  // [2 halves, HEADS, ROWS + 4]
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      scores[e] *= d.scale;
-      if (d.softcap > 0) scores[e] = d.softcap * tanh_fast(scores[e] / d.softcap);
-      scores[e] = position[e / 2] >= 0 ? scores[e] * LOG2E : 2 * NOTHING;
-      found[e % 2] = fmaxf(found[e % 2], scores[e]);
+      for (int e = 0; e < 4; ++e)
+        parts[(half * HEADS + q * 2 + e % 2) * (ROWS + 4) + row + e / 2 * 8] = scores[e];
     }
-    float *tops = reinterpret_cast<float *>(w.shared + Sizes::tops);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int x = 4; x < 32; x *= 2) found[e] = fmaxf(found[e], __shfl_xor_sync(~0u, found[e], x));
-      if (g == 0) tops[w.warp * HEADS + q * 2 + e] = found[e];
-    }
-    meet(w);
+    find_place();
+    NearValues values;
+    load_values<T>(named_row(value_row, buffer), value_column, values);
+    meet_team();
 
     if (!more && thread == 0) leave_keys();
-    float factor[2];
     T *weights = reinterpret_cast<T *>(w.shared + Sizes::weights);  // [2, HEADS, ROWS + 8]: then times the scale
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float before = top[e];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) top[e] = fmaxf(top[e], tops[n * HEADS + q * 2 + e]);
-      factor[e] = exp2_fast(before - top[e]);
-      mass[e] *= factor[e], code_mass[e] *= factor[e];
+    {
+      const float *parts = reinterpret_cast<const float *>(w.shared + Sizes::scores) + w.warp * (ROWS + 4) + w.lane;
+      float score[2], found = top;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float weight = exp2_fast(scores[r * 2 + e] - top[e]);  // 0 where nothing is read
-        const T scaled = from_float<T>(weight * scale[r]);
-        mass[e] += weight, code_mass[e] += to_float(scaled);
-        T *to = weights + (q * 2 + e) * (ROWS + 8) + row + r * 8;
+        score[r] = (parts[r * 32] + parts[r * 32 + HEADS * (ROWS + 4)]) * d.scale;
+        if (d.softcap > 0) score[r] = d.softcap * tanh_fast(score[r] / d.softcap);
+        score[r] = positions[w.lane + r * 32] >= 0 ? score[r] * LOG2E : 2 * NOTHING;
+        found = fmaxf(found, score[r]);
+      }
+#pragma unroll
+      for (int x = 16; x; x /= 2) found = fmaxf(found, __shfl_xor_sync(~0u, found, x));
+      const float factor = exp2_fast(top - found);
+      top = found;
+      mass *= factor, code_mass *= factor;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float weight = exp2_fast(score[r] - top);  // 0 where nothing is read
+        const T scaled = from_float<T>(weight * scales[w.lane + r * 32]);
+        mass += weight, code_mass += to_float(scaled);
+        T *to = weights + w.warp * (ROWS + 8) + w.lane + r * 32;
         *to = from_float<T>(weight);
         to[HEADS * (ROWS + 8)] = scaled;
       }
+      if (w.lane == 0) factors[w.warp] = factor;
     }
-    if (more) {
-      stage_codes<T, Sizes>(d, w, ahead.row, buffer ^ 1);
-      stage_rows<T, Sizes>(d, w, ahead, zeros, buffer ^ 1);
-      load_keys<T>(named_row(row, buffer ^ 1), columns, near_keys);
-    }
-    meet(w);
+    meet_team();
 
-    uint32_t plain[ROWS / 16][2], scaled[ROWS / 16][2];
-#pragma unroll
-    for (int n = 0; n < ROWS / 8; ++n) {
-      const T *from = weights + g * (ROWS + 8) + n * 8 + q * 2;
-      plain[n / 2][n % 2] = *reinterpret_cast<const uint32_t *>(from);
-      scaled[n / 2][n % 2] = *reinterpret_cast<const uint32_t *>(from + HEADS * (ROWS + 8));
-    }
+    find_place();
+    const float2 factor = *reinterpret_cast<const float2 *>(factors + q * 2);
 #pragma unroll
     for (int n = 0; n < EACH; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[n][e] *= factor[e % 2];
+      for (int e = 0; e < 4; ++e) sums[n][e] *= e % 2 ? factor.y : factor.x;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) mean_sums[n][e] *= factor[e % 2];
+      for (int e = 0; e < 4; ++e) mean_sums[n][e] *= e % 2 ? factor.y : factor.x;
+    const T *own_weights = weights + g * (ROWS + 8) + q * 2;
+    const T *scaled = own_weights + HEADS * (ROWS + 8), *plain = own_weights + half * (ROWS / 2);
     const unsigned char *own_codes = codes + q * 2 * Sizes::STRIDE + (w.warp * 8 + g) * EACH;
-    sum_latents<T, Sizes>(0, own_codes, scaled, sums);
-    sum_value<T>(value, plain, mean_sums);
-    load_value<T>(named_row(q * 2, buffer) + 1, value_column, value);
-    sum_latents<T, Sizes>(1, own_codes, scaled, sums);
-    sum_value<T>(value, plain, mean_sums);
-    for (int n = 2; n < d.neighbors; ++n) {
-      load_value<T>(named_row(q * 2 + ROWS, buffer) + n % 2, value_column, value);
-      sum_value<T>(value, plain, mean_sums);
+    sum_values<T>(values, plain, mean_sums);
+    if (d.neighbors > 2) {
+      load_values<T>(named_row(value_row + ROWS, buffer), value_column, values);
+      sum_values<T>(values, plain, mean_sums);
     }
+    if (more) load_keys<T>(named_row(row, buffer ^ 1), columns, near_keys);
+    sum_latents<T, EACH>(own_codes, scaled, sums);
   }
   if (first_row >= last_row) wait_for_previous_kernel();
 
   // The teams' sums together, in order, as operands in two parts of 16 bits; then W_V.
+  copy_async_wait<0>();
   __syncthreads();
-  float2 *masses = reinterpret_cast<float2 *>(shared + Sizes::masses);  // [TEAMS, 4 warps, HEADS]: all, and of codes
-  float *tops = reinterpret_cast<float *>(masses + TEAMS * 4 * HEADS);  // [TEAMS, HEADS]
+  float4 *masses = reinterpret_cast<float4 *>(shared + Sizes::masses);  // [TEAMS, HEADS]: top, all, of codes
   float *latent_sums = reinterpret_cast<float *>(shared + Sizes::sums) + team * (STEPS * 16 * HEADS);
-  float *means = reinterpret_cast<float *>(shared + Sizes::means) + team * D * HEADS;
+  float *means = reinterpret_cast<float *>(shared + Sizes::means) + (team * 2 + half) * D * HEADS;
   uint4 *operands = reinterpret_cast<uint4 *>(shared + Sizes::operands);
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-#pragma unroll
-    for (int x = 4; x < 32; x *= 2) {
-      mass[e] += __shfl_xor_sync(~0u, mass[e], x);
-      code_mass[e] += __shfl_xor_sync(~0u, code_mass[e], x);
-    }
-    if (g == 0) masses[(team * 4 + w.warp) * HEADS + q * 2 + e] = make_float2(mass[e], code_mass[e]);
-    if (g == 0 && w.warp == 0) tops[team * HEADS + q * 2 + e] = top[e];
+  for (int x = 16; x; x /= 2) {
+    mass += __shfl_xor_sync(~0u, mass, x);
+    code_mass += __shfl_xor_sync(~0u, code_mass, x);
   }
+  if (w.lane == 0) masses[team * HEADS + w.warp] = make_float4(top, mass, code_mass, 0);
 #pragma unroll
   for (int n = 0; n < EACH; ++n)
 #pragma unroll
@@ -468,7 +497,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
           make_float2(sums[n][high * 2], sums[n][high * 2 + 1]);
 #pragma unroll
   for (int e = 0; e < 4; ++e)
-    *reinterpret_cast<float2 *>(means + ((w.warp * 8 + g) * 4 + e) * HEADS + q * 2) =
+    *reinterpret_cast<float2 *>(means + ((w.warp % 4 * 8 + g) * 4 + e) * HEADS + q * 2) =
         make_float2(mean_sums[e / 2][e % 2 * 2], mean_sums[e / 2][e % 2 * 2 + 1]);
   __syncthreads();
   latent_sums = reinterpret_cast<float *>(shared + Sizes::sums);
@@ -476,23 +505,22 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
   // The largest score of a head, the mass, and how each team's sums count.
   const auto together = [&](int head, float (&shares)[TEAMS], float (&middles)[TEAMS]) {
     float most = NOTHING, all = 0;
-    for (int t = 0; t < TEAMS; ++t) most = fmaxf(most, tops[t * HEADS + head]);
+#pragma unroll
+    for (int t = 0; t < TEAMS; ++t) most = fmaxf(most, masses[t * HEADS + head].x);
+#pragma unroll
     for (int t = 0; t < TEAMS; ++t) {
-      float2 sum = make_float2(0, 0);
-      for (int n = 0; n < 4; ++n) {
-        const float2 one = masses[(t * 4 + n) * HEADS + head];
-        sum.x += one.x, sum.y += one.y;
-      }
-      shares[t] = exp2_fast(tops[t * HEADS + head] - most);
-      middles[t] = sum.y * middle_of<T>(field_slot(0));
-      all += sum.x * shares[t];
+      const float4 one = masses[t * HEADS + head];
+      shares[t] = exp2_fast(one.x - most);
+      middles[t] = one.z * middle_of<T>(field_slot(0));
+      all += one.y * shares[t];
     }
     return make_float2(most, all);
   };
   float shares[TEAMS], middles[TEAMS];
   const float2 total = together(g, shares, middles);
   const float less = total.y > 0 ? 1 / total.y : 0;
-  for (int step = int(threadIdx.x) / 32; step < STEPS; step += THREADS / 32) {
+  const int warp = int(threadIdx.x) / 32;
+  for (int step = warp; step < STEPS; step += THREADS / 32) {
     float y[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -511,32 +539,42 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
   }
   __syncthreads();
   barrier_wait(barriers + 1, 0);
-  float out[4] = {};
-  const int block = int(threadIdx.x) / 32;  // of 16 dimensions
-  const uint4 *matrix = reinterpret_cast<const uint4 *>(shared) + block * STEPS * 32 + w.lane;
+  float parts[2][4] = {};
+  const int block = warp % 8, first_step = warp / 8 * (STEPS / 2);  // of 16 dimensions; of half the latents
+  const uint4 *values = reinterpret_cast<const uint4 *>(shared) + block * STEPS * 32 + w.lane;
 #pragma unroll 8
-  for (int step = 0; step < STEPS; ++step) {
-    const uint4 x = matrix[step * 32], y = operands[step * 32 + w.lane];
+  for (int step = first_step; step < first_step + STEPS / 2; ++step) {
+    const uint4 x = values[step * 32], y = operands[step * 32 + w.lane];
     const uint32_t a[4] = {x.x, x.y, x.z, x.w}, high[2] = {y.x, y.y}, low[2] = {y.z, y.w};
-    mma_16816<T>(out, a, high);
-    mma_16816<T>(out, a, low);
+    mma_16816<T>(parts[0], a, high);
+    mma_16816<T>(parts[1], a, low);
   }
-  const Decode &decode = d.merge.decode;
+  float4 *products = reinterpret_cast<float4 *>(shared + Sizes::products) + block * 32 + w.lane;  // of the upper half
+  float out[4];
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const int head = q * 2 + e;
-    if (head >= d.merge.group) break;
-    const float2 all = together(head, shares, middles);
-    const int64_t slot = (int64_t(b * d.merge.kv_heads + h) * d.merge.group + head) * (decode.splits + 1) + split;
+  for (int e = 0; e < 4; ++e) out[e] = parts[0][e] + parts[1][e];
+  if (warp / 8 == 1) *products = make_float4(out[0], out[1], out[2], out[3]);
+  __syncthreads();
+  if (warp / 8 == 0) {
+    const float4 other = *products;
+    out[0] += other.x, out[1] += other.y, out[2] += other.z, out[3] += other.w;
+    const Decode &decode = d.merge.decode;
 #pragma unroll
-    for (int high = 0; high < 2; ++high) {
-      const int column = block * 16 + high * 8 + g;
-      float mean = 0;
+    for (int e = 0; e < 2; ++e) {
+      const int head = q * 2 + e;
+      if (head >= d.merge.group) break;
+      const float2 all = together(head, shares, middles);
+      const int64_t slot = (int64_t(b * d.merge.kv_heads + h) * d.merge.group + head) * (decode.splits + 1) + split;
 #pragma unroll
-      for (int t = 0; t < TEAMS; ++t) mean += shares[t] * means[(t * D + column) * HEADS + head];
-      decode.partial[slot * D + column] = out[high * 2 + e] * all.y + mean * d.share;
+      for (int high = 0; high < 2; ++high) {
+        const int column = block * 16 + high * 8 + g;
+        float mean = 0;
+#pragma unroll
+        for (int t = 0; t < 2 * TEAMS; ++t) mean += shares[t / 2] * means[(t * D + column) * HEADS + head];
+        decode.partial[slot * D + column] = out[high * 2 + e] * all.y + mean * d.share;
+      }
+      if (block == 0 && g == 0) decode.mass[slot] = all;
     }
-    if (block == 0 && g == 0) decode.mass[slot] = all;
   }
   merge_last<T, D, false>(d.merge, b, h, used);
 }
@@ -560,7 +598,7 @@ __global__ void prepare_sm90(const float *decompress, int latents, int kv_heads,
     // [D / 16, steps, 32 lanes, 8]
     const int at = int(blockIdx.x) * 16 * D + i, e = at % 8, lane = at / 8 % 32, step = at / 256 % steps;
     const int k = lane % 4 * 2 + e % 2 + e / 4 * 8, column = at / 256 / steps * 16 + lane / 4 + e / 2 % 2 * 8;
-    to_value[start + i] = value(sum_byte(step, k, chunks * 2), k / 8, (kv_heads + h) * D + column);
+    to_value[start + i] = value(sum_byte(step, k, chunks), k / 8, (kv_heads + h) * D + column);
   }
 }
 template <class T>

@@ -68,7 +68,11 @@ KVPACK_D int code_row(const Decoding &d, const Work &w, int n) {  // the n-th to
   const int row = d.selected ? __ldg(d.selected + int64_t(w.b) * d.select_width + n) : n;
   return unsigned(row) < unsigned(w.encoded) ? row : -1;
 }
-KVPACK_D void meet(const Work &w) { named_barrier(1 + int(threadIdx.x) / 128, 128); }
+KVPACK_D void meet(const Work &) {  // a team; checkers of races know barriers by constant names
+  static_assert(MAX_TEAMS == 2);
+  if (threadIdx.x < 128) named_barrier<1, 128>();
+  else named_barrier<2, 128>();
+}
 
 // A warp fetches a quarter of a tile's rows, in steps of which each waits for the one before: their numbers, one in each
 // lane (twice), the ordinals of their references, and what these name. All but the last run a tile ahead.
@@ -412,6 +416,7 @@ KVPACK_D void weigh_rows(const Decoding &d, const Work &w, int heads, float2 *st
     }
 #pragma unroll
     for (int x = 16; x; x >>= 1) sum += __shfl_xor_sync(~0u, sum, x);
+    __syncwarp();  // all have read `before`
     if (w.lane == 0) {
       const float factor = exp2_fast(before.x - found);
       stats[head] = make_float2(found, before.y * factor + sum);

@@ -29,9 +29,8 @@ using ::copy_bulk;
 using ::ldmatrix;
 using ::mma_16816;
 using ::mma_16816_from;
-using ::named_barrier;
 using ::shared_address;
-using ::wgmma_64x128x16;
+using ::wgmma_64x64x16;
 #define KVPACK_D inline
 KVPACK_D float exp2_fast(float x) { return exp2f(x); }
 KVPACK_D float tanh_fast(float x) { return tanhf(x); }
@@ -54,6 +53,7 @@ template <int LEFT> KVPACK_D void wgmma_wait() {}
 template <int N> KVPACK_D void hold(float (&)[N]) {}
 KVPACK_D int computed_here(int x) { return x; }
 KVPACK_D uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) { return (a & b) ^ c; }
+template <int NAME, int COUNT> KVPACK_D void named_barrier() { ::named_barrier(NAME, COUNT); }
 KVPACK_D void prefetch(const void *) {}
 KVPACK_D void wait_for_previous_kernel() {}
 KVPACK_D void let_next_kernel_start() {}
@@ -106,8 +106,8 @@ KVPACK_D uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {  // (a & b) ^ c,
   asm("lop3.b32 %0,%1,%2,%3,0x6A;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-KVPACK_D void named_barrier(int name, int threads) {
-  asm volatile("bar.sync %0,%1;" ::"r"(name), "r"(threads) : "memory");
+template <int NAME, int COUNT> KVPACK_D void named_barrier() {
+  asm volatile("bar.sync %0,%1;" ::"n"(NAME), "n"(COUNT) : "memory");
 }
 KVPACK_D void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 KVPACK_D void wait_for_previous_kernel() {
@@ -152,7 +152,7 @@ KVPACK_D float4 load_cached(const float *p) {  // where it stands: the compiler 
   asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
   return v;
 }
-// d [64, 128] += a [64, 16] b [16, 128], by the four warps of a group; sm_90a alone. A warp has 16 rows of a and d,
+// d [64, 64] += a [64, 16] b [16, 64], by the four warps of a group; sm_90a alone. A warp has 16 rows of a and d,
 // whose fragments are those of mma.m16n8k16: d[4 n + e] is number e of columns 8 n ... b is in shared memory, see
 // wgmma_matrix. It runs on its own: wgmma_fence comes before the first of a series, wgmma_commit after the last, and
 // neither d nor a may be touched until wgmma_wait<LEFT> leaves only LEFT younger series. hold keeps uses of d after it.
@@ -169,29 +169,23 @@ KVPACK_D int computed_here(int x) {  // what is made of it is not kept in regist
   asm volatile("" : "+r"(x));
   return x;
 }
-template <class T> KVPACK_D void wgmma_64x128x16(float (&d)[64], const uint32_t (&a)[4], uint64_t b);
-#define KVPACK_WGMMA(TYPE)                                                                                      \
-  asm volatile(                                                                                                 \
-      "{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"       \
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                  \
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                                        \
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                                        \
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"                                       \
-      "{%64,%65,%66,%67},%68,p,1,1,0;}"                                                                         \
-      :                                                                                                         \
-        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),         \
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),   \
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])  \
+template <class T> KVPACK_D void wgmma_64x64x16(float (&d)[32], const uint32_t (&a)[4], uint64_t b);
+#define KVPACK_WGMMA(TYPE)                                                                                    \
+  asm volatile(                                                                                               \
+      "{.reg .pred p; setp.ne.b32 p,1,0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"      \
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"                                     \
+      "{%32,%33,%34,%35},%36,p,1,1,0;}"                                                                       \
+      :                                                                                                       \
+        "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),       \
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),\
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])\
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-template <> KVPACK_D void wgmma_64x128x16<half_t>(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+template <> KVPACK_D void wgmma_64x64x16<half_t>(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   KVPACK_WGMMA("f16");
 }
-template <> KVPACK_D void wgmma_64x128x16<bf16_t>(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+template <> KVPACK_D void wgmma_64x64x16<bf16_t>(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   KVPACK_WGMMA("bf16");
 }
 #undef KVPACK_WGMMA
