@@ -122,8 +122,9 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
     __syncthreads();
 
     float y[RESIDENT ? SLOTS_EACH : 1][2][4] = {};
+    int at = first_row;
 #pragma unroll 1
-    for (int at = first_row; at < last_row; at += rows_on) {
+    for (; at < last_row; at += rows_on) {
       if (at != first_row) {
         stage<T, Shape>(d, w, row, ordinals);
         meet(w);
@@ -186,6 +187,8 @@ __global__ void __launch_bounds__(RESIDENT ? 128 * MAX_TEAMS : 256) decode_rows(
       }
       meet(w);
     }
+    if (at - team * ROWS < last_row)  // a tile less than others: checkers of races want as many barriers of every team
+      for (int n = 0; n < 4; ++n) meet(w);
 
     if (first_row >= last_row) wait_for_previous_kernel();
     // The teams' sums together, in order.

@@ -359,9 +359,9 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
   float sums[EACH][4] = {}, mean_sums[2][4] = {};
   float top = NOTHING, mass = 0, code_mass = 0;  // of head w.warp; the masses are of a lane's rows alone
   float *factors = reinterpret_cast<float *>(w.shared + Sizes::factors);  // [HEADS]: by which older sums shrink
-  int buffer = 0;
+  int at = first_row, buffer = 0;
 #pragma unroll 1
-  for (int at = first_row; at < last_row; at += rows_on, buffer ^= 1) {
+  for (; at < last_row; at += rows_on, buffer ^= 1) {
     find_place();
     const bool more = at + rows_on < last_row;
     const unsigned char *codes = w.shared + Sizes::codes + buffer * ROWS * Sizes::STRIDE;
@@ -474,6 +474,8 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
     if (more) load_keys<T>(named_row(row, buffer ^ 1), columns, near_keys);
     sum_latents<T, EACH>(own_codes, scaled, sums);
   }
+  if (at - team * ROWS < last_row)  // a tile less than others: checkers of races want as many barriers of every team
+    for (int n = first_row < last_row ? 3 : 4; n > 0; --n) meet_team();
   if (first_row >= last_row) wait_for_previous_kernel();
 
   // The teams' sums together, in order, as operands in two parts of 16 bits; then W_V.
