@@ -46,6 +46,11 @@ template <uint32_t S> KVPACK_D uint32_t permute(uint32_t a, uint32_t b) { return
 KVPACK_D void prefetch(const void *) {}
 KVPACK_D void wait_for_previous_kernel() {}
 KVPACK_D void let_next_kernel_start() {}
+KVPACK_D void fence_async() {}
+KVPACK_D void copy_bulk(void *shared, const void *global, int bytes, int count, int stride, uint64_t *barrier) {
+  for (int n = 0; n < count; ++n) memcpy((char *)shared + n * stride, (const char *)global + n * stride, bytes);
+  ::barrier_arrive(barrier);
+}
 #else
 #define KVPACK_D __device__ __forceinline__
 KVPACK_D float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
@@ -117,6 +122,30 @@ KVPACK_D void barrier_wait(uint64_t *barrier, int phase) {
   while (!ended)
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.b32 %0,1,0,p;}"
                  : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase & 1) : "memory");
+}
+// Before copy_bulk to where threads have written or with a barrier that was made.
+KVPACK_D void fence_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+// By one thread: arrives at a barrier, the phase of which does not end before `count` pieces of `bytes` were copied,
+// `stride` apart at both ends. All are multiples of 16.
+KVPACK_D void copy_bulk(void *shared, const void *global, int bytes, int count, int stride, uint64_t *barrier) {
+  char *to = static_cast<char *>(shared);
+  const char *from = static_cast<const char *>(global);
+#if __CUDA_ARCH__ >= 900
+  const uint32_t at = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(at), "r"(count * bytes) : "memory");
+  for (int n = 0; n < count; ++n)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+                 ::"r"(shared_address(to + n * stride)), "l"(from + n * stride), "r"(bytes), "r"(at) : "memory");
+#else  // nothing but correct: no GPU before sm_90 has the shared memory for a kernel that copies so
+  for (int n = 0; n < count; ++n)
+    for (int m = 0; m < bytes; m += 16)
+      *reinterpret_cast<uint4 *>(to + n * stride + m) = *reinterpret_cast<const uint4 *>(from + n * stride + m);
+  barrier_arrive(barrier);
+#endif
 }
 // c [16, 8] += a [16, 16] b [16, 8]; fragments as in PTX's mma.m16n8k16.
 template <class T> KVPACK_D void mma_16816(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
