@@ -26,7 +26,7 @@ from plugins.contract import (
 from plugins.errors import UserError
 from plugins.geometry import Geometry
 
-FORMAT = 1
+FORMAT = 2
 REBUILD = "rebuild the engine with `python -m export build`"
 REQUIRED = {
     "format", "kvpack", "model", "method", "dtype", "kv_dtype", "limits", "geometry", "inputs", "outputs",

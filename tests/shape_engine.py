@@ -2,12 +2,15 @@
 
     python tests/shape_engine.py graph llama-3.1-8b --method vqkv --set layout=tiles --out vqkv/
     python tests/shape_engine.py weights vqkv/
+    python tests/shape_engine.py profile vqkv/ --batch 6 --past 130048
 
 `graph` traces a model that has the shape's layers and heads but is small otherwise, gives every tensor the shape's
 sizes and leaves the weights out: a minute, anywhere, and a few megabytes. `weights` makes them up, where the engine is
 to run. Tensors of one size share one place of the file, not of the GPU's memory. What such an engine generates means
 nothing.
-`config` writes the folder that `runtime bench latency --transformers` takes; `fit` times a fit at the shape's sizes.
+`profile` splits a decode step's time on a GPU into products with weights, attention and the rest, each beside what
+the memory alone would take. `config` writes the folder that `runtime bench latency --transformers` takes; `fit` times a
+fit at the shape's sizes.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ FULL_LAYERS = (0, 1, 2, 8, 18)  # of deltakv, as its paper has them for Llama-3.
 SMALL = {"hidden_size": 448, "intermediate_size": 456, "vocab_size": 648}  # numbers that mean nothing else in a graph
 INLINE = 1 << 16  # bytes of a tensor that stays in the graph
 DATA, REGIONS = "model.onnx.data", "regions.json"
+PRODUCTS = ("nvjet", "gemm", "gemv", "splitK", "cutlass")  # in the names of cuBLAS's kernels
 TORCH = {1: torch.float32, 10: torch.float16, 16: torch.bfloat16}  # by ONNX's numbers
 
 
@@ -149,6 +153,51 @@ def weights(folder: Path) -> None:
     write_config(folder, {name: value for name, value in config.items() if name not in ("files", "digest")})
 
 
+def profile(folder: Path, batch: int, past: int) -> None:
+    """Print where the time of a captured decode step of `batch` sequences after `past` tokens goes. One engine to a
+    process: once the profiler was on, launches stay slower."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    from plugins.bench.timing import copy_bandwidth
+    from runtime import Engine
+    from runtime.artefact import state_bytes
+
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    sizes = {tensor.name: 2 * int(np.prod(tensor.dims, dtype=np.int64)) for tensor in graph.initializer}
+    read = {"weights": sum(sizes.get(node.input[1], 0) for node in graph.node if node.op_type == "MatMul")}
+    with Engine.open(folder, provider="cuda", verify=False) as engine, engine.session(batch) as session:
+        session.allocate(past + 300)
+        session.fill(past)
+        read["attention"] = batch * state_bytes(engine.artefact, past)
+        walls = []
+        for _ in range(60):
+            started = time.perf_counter()
+            session.decode([1] * batch)
+            walls.append(time.perf_counter() - started)
+        steps = 4
+        with profiler(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(steps):
+                session.decode([1] * batch)
+    took: dict[str, float] = dict.fromkeys(("weights", "attention", "rest"), 0.0)
+    last = 0.0  # a kernel may start before the one before it ends
+    for event in sorted(found.events(), key=lambda e: e.time_range.end):
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        name = event.name
+        attends = "kvpack" in name and not any(small in name for small in ("add_rms_norm", "gated_activation"))
+        kind = "attention" if attends else "weights" if any(w in name for w in PRODUCTS) else "rest"
+        begin = max(event.time_range.start, last)
+        last = max(last, event.time_range.end)
+        took[kind] += max(event.time_range.end - begin, 0) / steps
+    speed = copy_bandwidth(9)
+    wall = 1e3 * float(np.median(walls[10:]))
+    print(f"{folder.name} {batch} x {past}: {wall:.2f} ms a step; a copy moves {speed / 1e12:.2f} TB/s")
+    for kind, microseconds in took.items():
+        roof = f"{1e3 * read[kind] / speed:.2f} ms for {read[kind] / 1e9:.2f} GB" if kind in read else ""
+        print(f"  {kind:10} {microseconds / 1e3:6.2f} ms   {roof}")
+
+
 def fit(options: argparse.Namespace) -> None:
     """Fit a codec to options.out, on the GPU where there is one, and print the seconds it took.
 
@@ -195,6 +244,10 @@ def main() -> None:
     traced.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="bf16")
     commands.add_parser("weights").add_argument("folders", type=Path, nargs="+")
     commands.add_parser("config", parents=[shaped])
+    profiled = commands.add_parser("profile")
+    profiled.add_argument("folder", type=Path)
+    profiled.add_argument("--batch", type=int, default=1)
+    profiled.add_argument("--past", type=int, default=130048)
     fitted = commands.add_parser("fit", parents=[shaped, coded])
     fitted.add_argument("--effort", choices=("quick", "full"), default="quick")
     fitted.add_argument("--tokenizer", type=Path, required=True, help="a Hugging Face folder")
@@ -204,6 +257,8 @@ def main() -> None:
     if options.command == "weights":
         for folder in options.folders:
             weights(folder)
+    elif options.command == "profile":
+        profile(options.folder, options.batch, options.past)
     elif options.command == "config":
         shape_config(options.shape, options.layers, options.max_length).save_pretrained(options.out)
     else:

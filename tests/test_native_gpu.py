@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from engines import random_compressor, random_means, random_quantisers
-from native import step, tokens_first
+from native import relative, step, tokens_first
 
 from plugins.config import MethodConfig
 from plugins.deltakv.config import DeltaKVConfig
@@ -212,6 +212,7 @@ def test_lengths_at_every_boundary_decode_as_the_reference(library: Library, met
 
 @pytest.mark.parametrize("method", [None, *CONFIGS])
 def test_results_are_the_same_bits_over_relaunches_and_in_any_batch(library: Library, method: str | None) -> None:
+    """With codes in tiles the size of the batch counts, too: the same bits in any place of a batch of one size."""
     layer = spec()
     config = CONFIGS[method](layer) if method else None
     together, alone = (Pair(library, layer, config, torch.bfloat16, n) for n in (3, 1))
@@ -238,7 +239,16 @@ def test_results_are_the_same_bits_over_relaunches_and_in_any_batch(library: Lib
             count = int(together.geometry.selected(lengths[b : b + 1])[0])
             one = chosen[b : b + 1, : -(-count // 32) * 32]
         out = step(alone.native, *(x[b : b + 1] for x in (q, k, v)), selected=one)
-        assert torch.equal(out[0], outs[0][b])
+        if method == "vqkv tiles":
+            assert relative(out[0].float(), outs[0][b].float()) < BAR[torch.bfloat16]
+        else:
+            assert torch.equal(out[0], outs[0][b])
+    order = [2, 0, 1]
+    for name, tensor in together.native.states.items():
+        tensor.copy_(before[name][order])
+    together.native.lengths = lengths[order]
+    moved = step(together.native, *(x[order] for x in (q, k, v)), selected=None if chosen is None else chosen[order])
+    assert torch.equal(moved, outs[0][order])
 
 
 @pytest.mark.parametrize("method", [None, *CONFIGS])

@@ -126,8 +126,8 @@ def test_a_configuration_that_is_no_regular_file_is_not_read(folder: Path, name:
         ("[]", "does not hold a JSON object"),
         ("{}", "has format None"),
         ('{"format": true}', "has format True"),
-        ('{"format": 2}', "reads format 1"),
-        ('{"format": 1}', "digest does not match"),
+        ('{"format": 1}', "reads format 2"),
+        ('{"format": 2}', "digest does not match"),
     ],
 )
 def test_a_configuration_that_is_no_configuration_is_refused(folder: Path, text: str, complaint: str) -> None:

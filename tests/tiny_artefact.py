@@ -340,7 +340,7 @@ def make(folder: Path, *, geometry: Geometry | None = None, max_length: int = 81
     write_config(
         folder,
         {
-            "format": 1,
+            "format": 2,
             "kvpack": "0.1.0",
             "model": {
                 "name": "tiny", "architecture": "sum", "sha256": "0" * 64, "vocab_size": VOCAB, "num_layers": 1,

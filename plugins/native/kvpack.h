@@ -78,7 +78,8 @@ KVPACK_API int kvpack_dense_attention(const kvpack_layer *, const kvpack_step *,
 typedef struct {
   kvpack_geometry geometry;
   int32_t pre_rope; /* key space */
-  int32_t layout;   /* of the codes: KVPACK_PLAIN or KVPACK_TILES (see plugins.vqkv.layout) */
+  int32_t layout;   /* of the codes: KVPACK_PLAIN or KVPACK_TILES (see plugins.vqkv.layout). With tiles the last bits of
+                       a step of one token depend on the batch's size, never on the other sequences */
   int32_t sets;     /* T */
   int32_t k_groups, v_groups, k_entries, v_entries;
   int32_t k_stage_count, v_stage_count;

@@ -227,8 +227,6 @@ inline void barrier_arrive(uint64_t *barrier) {
   *barrier += 1 << 16;
   if ((*barrier >> 16 & 0xFFFF) == (*barrier & 0xFFFF)) *barrier = (*barrier & 0xFFFF) | ((*barrier >> 32) + 1) << 32;
 }
-inline void barrier_expect(uint64_t *barrier, int) { barrier_arrive(barrier); }  // bytes arrive at once: see copy_bulk
-inline void copy_bulk(void *shared, const void *global, int bytes, uint64_t *) { memcpy(shared, global, bytes); }
 inline void barrier_wait(uint64_t *barrier, int phase) {
   while ((*barrier >> 32 & 1) == uint64_t(phase & 1)) emulator::yield();
 }

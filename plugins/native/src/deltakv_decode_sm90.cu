@@ -13,7 +13,7 @@ namespace {
 constexpr int D = 128, ROWS = 64, TEAMS = 2, TEAM = 256, THREADS = TEAMS * TEAM, WARPS = TEAM / 32;
 constexpr int MINE = ROWS / WARPS;                    // rows whose references and codes a warp fetches
 constexpr int FIELDS = 2, BLOCKS = D / 8, HALF = 8;  // codes in a byte; blocks of 8 columns of the keys, of a half
-constexpr int STEP_BYTES = 16 * D * 2;     // of W_K for 16 latents
+constexpr int STEP_BYTES = 16 * D * 2, PIECE = 4 * STEP_BYTES;  // of W_K for 16 latents; what is copied at once
 constexpr float LEAST = 1e-12f;            // keys are made in units of the scale, or of this where that is less
 static_assert(WARPS == HEADS && BLOCKS == 2 * HALF);
 
@@ -313,8 +313,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
   unsigned *done = reinterpret_cast<unsigned *>(barriers + 2);                   // teams that need W_K no more
   const auto copy_matrix = [&](const void *from, uint64_t *barrier) {
     const char *of_head = static_cast<const char *>(from) + int64_t(h) * Sizes::MATRIX;
-    barrier_expect(barrier, Sizes::MATRIX);
-    for (int n = 0; n < Sizes::MATRIX; n += 16384) copy_bulk(shared + n, of_head + n, 16384, barrier);
+    copy_bulk(shared, of_head, PIECE, Sizes::MATRIX / PIECE, PIECE, barrier);
   };
   const auto leave_keys = [&] {  // by a thread of a team whose warps all left: W_V takes the place of W_K
     __threadfence_block();
@@ -325,7 +324,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
     barrier_init(barriers, 1);
     barrier_init(barriers + 1, 1);
     *done = 0;
-    fence_barriers();
+    fence_async();
     copy_matrix(d.to_key, barriers);
   }
   Ahead ahead;

@@ -22,10 +22,8 @@ constexpr float NOTHING = -1e30f;  // the maximum of no scores: finite, so that 
 
 #ifdef KVPACK_EMULATE
 using ::barrier_arrive;
-using ::barrier_expect;
 using ::barrier_init;
 using ::barrier_wait;
-using ::copy_bulk;
 using ::ldmatrix;
 using ::mma_16816;
 using ::mma_16816_from;
@@ -46,7 +44,6 @@ KVPACK_D uint32_t load_shared_32(uint32_t a) { uint32_t x; memcpy(&x, ::shared_p
 KVPACK_D uint2 load_shared_64(uint32_t a) { uint2 x; memcpy(&x, ::shared_pointer(a), 8); return x; }
 template <uint32_t S> KVPACK_D uint32_t permute(uint32_t a, uint32_t b) { return __byte_perm(a, b, S); }
 KVPACK_D float4 load_cached(const float *p) { return *reinterpret_cast<const float4 *>(p); }
-KVPACK_D void fence_barriers() {}
 KVPACK_D void wgmma_fence() {}
 KVPACK_D void wgmma_commit() {}
 template <int LEFT> KVPACK_D void wgmma_wait() {}
@@ -57,6 +54,11 @@ template <int NAME, int COUNT> KVPACK_D void named_barrier() { ::named_barrier(N
 KVPACK_D void prefetch(const void *) {}
 KVPACK_D void wait_for_previous_kernel() {}
 KVPACK_D void let_next_kernel_start() {}
+KVPACK_D void fence_async() {}
+KVPACK_D void copy_bulk(void *shared, const void *global, int bytes, int count, int stride, uint64_t *barrier) {
+  for (int n = 0; n < count; ++n) memcpy((char *)shared + n * stride, (const char *)global + n * stride, bytes);
+  ::barrier_arrive(barrier);
+}
 #else
 #define KVPACK_D __device__ __forceinline__
 KVPACK_D float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
@@ -134,18 +136,29 @@ KVPACK_D void barrier_wait(uint64_t *barrier, int phase) {
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p,[%1],%2; selp.b32 %0,1,0,p;}"
                  : "=r"(ended) : "r"(shared_address(barrier)), "r"(phase & 1) : "memory");
 }
-// Bytes (16 n) from global to shared memory by the copy engine, which tells `barrier`; one thread has announced them by
-// barrier_expect, which is its arrival.
-KVPACK_D void barrier_expect(uint64_t *barrier, int bytes) {
-  asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state,[%0],%1;}"
-               ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+// Before copy_bulk to where threads have written or with a barrier that was made.
+KVPACK_D void fence_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
-KVPACK_D void copy_bulk(void *shared, const void *global, int bytes, uint64_t *barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
-               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-KVPACK_D void fence_barriers() {  // their initial state, for the copy engine
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+// By one thread: arrives at a barrier, the phase of which does not end before `count` pieces of `bytes` were copied,
+// `stride` apart at both ends. All are multiples of 16.
+KVPACK_D void copy_bulk(void *shared, const void *global, int bytes, int count, int stride, uint64_t *barrier) {
+  char *to = static_cast<char *>(shared);
+  const char *from = static_cast<const char *>(global);
+#if __CUDA_ARCH__ >= 900
+  const uint32_t at = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(at), "r"(count * bytes) : "memory");
+  for (int n = 0; n < count; ++n)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];"
+                 ::"r"(shared_address(to + n * stride)), "l"(from + n * stride), "r"(bytes), "r"(at) : "memory");
+#else  // nothing but correct: no GPU before sm_90 has the shared memory for a kernel that copies so
+  for (int n = 0; n < count; ++n)
+    for (int m = 0; m < bytes; m += 16)
+      *reinterpret_cast<uint4 *>(to + n * stride + m) = *reinterpret_cast<const uint4 *>(from + n * stride + m);
+  barrier_arrive(barrier);
+#endif
 }
 KVPACK_D float4 load_cached(const float *p) {  // where it stands: the compiler does not move it
   float4 v;

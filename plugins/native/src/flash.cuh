@@ -124,11 +124,21 @@ template <class T, int D> KVPACK_D void add_values(Running<D> &running, const fl
   }
 }
 
-// The sums of all warps of a block, in their order, into one slot of each query head from `head0` (b * Hq + h * g).
+// Warps that work together, the whole block or one of two parts of it; `number`: of the team in the block.
+template <int WARPS> struct Team {
+  int number = 0, thread = int(threadIdx.x) - number * WARPS * 32;
+  KVPACK_D void sync() const {
+    if (number == 0) named_barrier<0, WARPS * 32>();
+    else named_barrier<1, WARPS * 32>();
+  }
+};
+
+// The sums of all warps of a team, in their order, into one slot of each query head from `head0` (b * Hq + h * g).
 // shared: WARPS * (16 * D + 32) floats that nobody needs any more.
 template <int D, int WARPS>
-KVPACK_D void combine_warps(Running<D> &running, float *shared, const Decode &decode, int head0, int group, int slot) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = lane >> 2, column = (lane & 3) * 2;
+KVPACK_D void combine_warps(Running<D> &running, float *shared, const Decode &decode, int head0, int group, int slot,
+                            const Team<WARPS> &team = {}) {
+  const int lane = threadIdx.x & 31, warp = team.thread >> 5, row = lane >> 2, column = (lane & 3) * 2;
   float *tops = shared + WARPS * 16 * D, *sums = tops + WARPS * 16;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -144,8 +154,8 @@ KVPACK_D void combine_warps(Running<D> &running, float *shared, const Decode &de
       sums[warp * 16 + head] = running.sum[r];
     }
   }
-  __syncthreads();
-  for (int item = threadIdx.x; item < group * D; item += WARPS * 32) {
+  team.sync();
+  for (int item = team.thread; item < group * D; item += WARPS * 32) {
     const int head = item / D, d = item % D;
     float top = NOTHING, sum = 0, out = 0;
 #pragma unroll

@@ -70,7 +70,7 @@ struct ExactRows {
 };
 
 KVPACK_D int encoded_rows(const kvpack_geometry &g, int stored) {  // code rows once `stored` tokens are in the cache
-  return g.block ? max(stored - g.sinks - g.window, 0) / g.block * g.block : 0;
+  return g.block ? unsigned(max(stored - g.sinks - g.window, 0)) / unsigned(g.block) * g.block : 0;
 }
 KVPACK_D int exact_row(const kvpack_geometry &g, int position) {  // the row that holds `position`
   const int ring = g.window + g.block;
@@ -124,8 +124,8 @@ Decode carve_decode(Carver &, const kvpack_layer &, int batch, int splits);
 
 // One launch: rotates q into `query`; attends to the exact rows that are read at past_len and to the new token, into
 // slot `splits`; stores the new token in its exact row; zeroes the counters. A sequence of new_len 0 stores nothing.
-// A kernel after it may be started with launch_early: it calls wait_for_previous_kernel before it touches the scratch,
-// the exact rows or step.out, in every block, and may read anything else before.
+// A kernel after it may be started with launch_early: it calls wait_for_previous_kernel before it touches what this one
+// writes or step.out, in every block, and may read anything else before.
 int decode_begin(const kvpack_layer &, const kvpack_step &, const ExactRows &, const Decode &);
 // The same, attending to the new token alone.
 int decode_append(const kvpack_layer &, const kvpack_step &, const ExactRows &, const Decode &);

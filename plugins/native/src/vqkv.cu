@@ -135,19 +135,9 @@ int check_pointers(const kvpack_step &step, const kvpack_vqkv &vq) {
 
 // -- scratch
 
-struct Scratch {
-  Decode decode;
-  void *table;  // the table kernel's own
-};
-Scratch carve_step(Carver &carver, const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq) {
-  Scratch scratch = {};
-  if (vqkv_by_table(layer, vq)) {
-    scratch.decode = carve_decode(carver, layer, step.batch, vqkv_table_splits(layer));
-    scratch.table = carver.take<char>(vqkv_table_workspace(layer, step, vq));
-    return scratch;
-  }
-  scratch.decode = carve_decode(carver, layer, step.batch, vqkv_splits(layer, vq));
-  return scratch;
+Decode carve_step(Carver &carver, const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq) {
+  const int splits = vqkv_by_table(layer, vq) ? vqkv_table_splits(layer) : vqkv_splits(layer, vq);
+  return carve_decode(carver, layer, step.batch, splits);
 }
 
 ExactRows exact_rows(const kvpack_layer &layer, const kvpack_vqkv &vq) {
@@ -157,12 +147,16 @@ ExactRows exact_rows(const kvpack_layer &layer, const kvpack_vqkv &vq) {
 
 int decode_step(const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq, const VqTables &tables) {
   Carver carver = {static_cast<char *>(step.workspace)};
-  const Scratch scratch = carve_step(carver, layer, step, vq);
+  const Decode decode = carve_step(carver, layer, step, vq);
   if (int error = check_workspace(step, carver.used)) return error;
-  if (int error = decode_begin(layer, step, exact_rows(layer, vq), scratch.decode)) return error;
-  const int error = vqkv_by_table(layer, vq)
-                        ? vqkv_table_decode(layer, step, vq, tables.rest, scratch.decode, scratch.table)
-                        : vqkv_decode(layer, step, vq, tables, scratch.decode);
+  const ExactRows exact = exact_rows(layer, vq);
+  int error;
+  if (vqkv_by_table(layer, vq)) {
+    error = vqkv_table_decode(layer, step, vq, tables.rest, exact, decode);
+  } else {
+    error = decode_begin(layer, step, exact, decode);
+    if (!error) error = vqkv_decode(layer, step, vq, tables, decode);
+  }
   if (error) return error;
   const NewRows unused = rows_of(layer, step, step.k);  // the new token stays in the window
   return step.encode ? vqkv_encode(layer, step, vq, tables, unused) : KVPACK_OK;

@@ -18,11 +18,12 @@ using namespace vqkv_table;
 
 constexpr int MOST_SPLITS = 32, TARGET_BLOCKS = 128;
 constexpr unsigned DECODE_BYTES = D * D * 2, VALUE_BYTES = ENTRIES * D;
+constexpr int TEAMS = 2, TEAM_WARPS = WARPS / TEAMS;  // of a block that attends to exact rows
 
-// Tables of a set in `prepared`, in this order: the key codewords of one or two blocks of 32 columns, halves, as they
-// are turned into products in place; key_decode as B fragments of mma_16816; value codewords, bytes.
+// Tables of a set in `prepared`, in this order: the key codewords of one or two blocks of 32 columns, halves, which lie
+// where their products will; value codewords, bytes; key_decode as B fragments of mma_16816.
 __host__ __device__ constexpr size_t set_bytes(int extra) {
-  return key_tables(extra) * TABLE_BYTES + DECODE_BYTES + VALUE_BYTES;
+  return key_tables(extra) * TABLE_BYTES + VALUE_BYTES + DECODE_BYTES;
 }
 
 // The lookup of a column of the tables; a column that has none repeats another.
@@ -50,17 +51,30 @@ template <class T, int EXTRA> struct Block {
   static constexpr int TILE_K = VQ_TILE * (32 + 8 * EXTRA), TILE_V = VQ_TILE * 32;
   const Args &a;
   const Shared &s;
+  const int h;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int set = -1;    // whose values are in the table
   int stored = 0;  // items whose sums were stored
+  int made = 0;    // how often tables were made
 
-  // Items first .. last - 1 of KV head h of sequence b.
-  KVPACK_D void run(const Sequence &sequence, int b, int h, int first, int last) {
+  KVPACK_D const unsigned char *tables() const { return a.prepared + h % a.merge.matrix_sets * set_bytes(EXTRA); }
+  // By one thread: starts copying the codewords of keys; those of values, which stay.
+  KVPACK_D void load_keys() const {
+    for (int part = 0; part < KEY_PARTS; ++part)
+      copy_bulk(s.keys + part * PART_BYTES, tables() + part * PART_BYTES, PART_BYTES, TABLES, TABLE_BYTES,
+                s.keys_came + part);
+  }
+  KVPACK_D void load_values() const {
+    copy_bulk(s.values + VALUE_BYTES, tables() + TABLES * TABLE_BYTES, VALUE_BYTES, 1, 0, s.values_came);
+  }
+
+  // The block's items of sequence b.
+  KVPACK_D void run(const Shared::Plan &plan, int b) {
     const int group = a.merge.group, heads = a.merge.kv_heads, head0 = (b * heads + h) * group;
     const int64_t tiles = int64_t(b * heads + h) * (a.code_rows / VQ_TILE);  // before; a lane's part of the first:
     const unsigned char *codes_k = reinterpret_cast<const unsigned char *>(a.codes_k) + tiles * TILE_K + lane * 16;
     const unsigned char *codes_v = reinterpret_cast<const unsigned char *>(a.codes_v) + tiles * TILE_V + lane * 16;
-    const int end = min(last * sequence.each, sequence.tiles), start = first * sequence.each + warp;
+    const int end = min(plan.last * plan.each, plan.tiles), start = plan.first * plan.each + warp;
+    const int first = plan.first, last = plan.last, each = plan.each, all = plan.tiles, past = plan.past;
     for (int done = 0; done < group; done += HEADS) {
       const int heads_now = min(group - done, HEADS);
       KeyCodes<EXTRA> keys[DEPTH] = {};
@@ -80,15 +94,15 @@ template <class T, int EXTRA> struct Block {
         if (n < DEPTH - 1) load_values(values[n], Size<1>());
         return false;
       });
-      make_tables(b, h, head0 + done, heads_now);
+      make_tables(b, done, heads_now, past);
 
       const Scorer<EXTRA> scorer(lane);
       constexpr uint32_t value_table = TABLES_AT + TABLES * TABLE_BYTES;
       const uint32_t place = ((lane >> 1 & 1) * 8 + (lane >> 2)) * 8 + (lane & 1) * 4;
       for (int item = first; item <= last; ++item) {
-        const int stop = min((item + 1) * sequence.each, sequence.tiles);
-        const int count = (stop - item * sequence.each - warp + WARPS - 1) / WARPS;
-        Running running(lane);
+        const int stop = min((item + 1) * each, all);
+        const int count = (stop - item * each - warp + WARPS - 1) / WARPS;
+        vqkv_table::Running running(lane);
         int tile = 0;
         // A tile; whether it was the last. Values of the tile before are weighed beside the scores of this one. The
         // order keeps many lookups in flight.
@@ -127,66 +141,89 @@ template <class T, int EXTRA> struct Block {
         }
         if (item < last) {
           store_sums(s, running, stored++ % BUFFERS, lane, warp);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(s.stored);
+          barrier_arrive(s.stored);
         }
       }
     }
   }
 
-  KVPACK_D void make_tables(int b, int h, int head, int heads) {
-    const int now = h % a.sets;
-    const unsigned char *tables = a.prepared + now * set_bytes(EXTRA);
-    const uint4 *decode = reinterpret_cast<const uint4 *>(tables + TABLES * TABLE_BYTES);
-    __syncthreads();  // the tables are not in use
-    if (now != set) {
-      const uint4 *from = decode + DECODE_BYTES / 16;
-      uint4 *to = reinterpret_cast<uint4 *>(s.values);
-#pragma unroll 4
-      for (unsigned n = threadIdx.x; n < VALUE_BYTES / 16; n += WARPS * 32) {
-        const uint4 x = __ldg(from + n);
-        to[2 * n] = make_uint4(x.x, x.x, x.y, x.y);
-        to[2 * n + 1] = make_uint4(x.z, x.z, x.w, x.w);
-      }
-      set = now;
-    }
-    const Codewords<TABLES> codewords(tables, lane, warp);
+  // For query heads done .. done + heads - 1 of the KV head's.
+  KVPACK_D void make_tables(int b, int done, int heads, int past) {
+    const uint4 *decode = reinterpret_cast<const uint4 *>(tables() + TABLES * TABLE_BYTES + VALUE_BYTES);
     const Query query(decode, a.k_mean + h * D, lane, warp);
-    wait_for_previous_kernel();
-    query.store(s, a.scale, static_cast<const T *>(a.merge.decode.query) + head * D, heads, lane, warp);
+    const int part = threadIdx.x / D, d = threadIdx.x % D;
+    const T *q = static_cast<const T *>(a.step.q) + int64_t(b) * a.step.q_row + (h * a.merge.group + done) * D;
+    const T x = from_float<T>(part < heads ? turned(a.rope, q + part * D, d, past) : 0);
+    if (made) {
+      fence_async();
+      __syncthreads();  // the tables are not in use
+      if (threadIdx.x == 0) load_keys();
+    }
+    reinterpret_cast<T *>(s.rotated)[part * QUERY_STRIDE + d] = x;
     __syncthreads();
-    codewords.multiply(s, a.first_group, lane, warp);
+    query.template store<T>(s, a.scale.scale * LOG2E, lane, warp);
+    constexpr int EACH = VALUE_BYTES / 16 / (WARPS * 32);
+    uint4 values[EACH] = {};
+    uint4 *table = reinterpret_cast<uint4 *>(s.values);
+    if (!made) {
+      barrier_wait(s.values_came, 0);
+#pragma unroll
+      for (int n = 0; n < EACH; ++n) values[n] = table[VALUE_BYTES / 16 + n * WARPS * 32 + threadIdx.x];
+    }
+    __syncthreads();
+    if (!made)  // every codeword twice
+#pragma unroll
+      for (int n = 0; n < EACH; ++n) {
+        uint4 *to = table + 2 * (n * WARPS * 32 + threadIdx.x);
+        to[0] = make_uint4(values[n].x, values[n].x, values[n].y, values[n].y);
+        to[1] = make_uint4(values[n].z, values[n].z, values[n].w, values[n].w);
+      }
+    make_products<TABLES>(s, a.first_group, made++, lane, warp);
     __syncthreads();
   }
 };
 
-// Persistent blocks: all items of all sequences and KV heads in a row, each block takes its share of their cost. What
-// an item gives depends on its sequence alone. The plan is in shared memory: the loop over tiles needs the registers.
+// The first a.blocks * KV heads blocks attend to the codes: those of a KV head share the items of all sequences by
+// their cost. What an item gives depends on its sequence and the size of the batch alone. The plan is in shared memory,
+// too: the loop over tiles needs the registers. Each team of the blocks after them does decode_begin's work for a KV
+// head of a sequence.
 template <class T, int EXTRA> __global__ void __launch_bounds__(32 * WARPS, 1) vqkv_table_kernel(const Args a) {
   let_next_kernel_start();
   KVPACK_DYNAMIC_SHARED(memory);
+  const int lane = threadIdx.x & 31, heads = a.merge.kv_heads, batch = a.step.batch;
+  const int after = int(blockIdx.x) - heads * a.blocks;
+  if (after >= 0) {
+    const Team<TEAM_WARPS> team{int(threadIdx.x) / (TEAM_WARPS * 32)};
+    const int pair = after * TEAMS + team.number;
+    if (pair < batch * heads)
+      attend_exact<T, D, TEAM_WARPS, 1>(memory + team.number * attend_exact_bytes<D, TEAM_WARPS>, a.exact, a.step,
+                                        a.merge.decode, a.rope, a.scale, heads, a.merge.group, 0, true, pair % heads,
+                                        pair / heads, team);
+    return;
+  }
   const Shared s(memory, EXTRA);
-  const int lane = threadIdx.x & 31, heads = a.merge.kv_heads;
-  if (threadIdx.x == 0) barrier_init(s.stored, WARPS);
-  auto sequence_of_lane = [&](int base) { return base + lane < a.batch ? sequence_of(a, base + lane) : Sequence{}; };
+  Block<T, EXTRA> block{a, s, int(blockIdx.x) / a.blocks};
+  if (threadIdx.x == 0) {
+    barrier_init(s.stored, WARPS * 32);
+    barrier_init(s.values_came, 1);
+    for (int part = 0; part < KEY_PARTS; ++part) barrier_init(s.keys_came + part, 1);
+    fence_async();
+    block.load_values();
+    block.load_keys();
+  }
+  auto sequence_of_lane = [&](int base) { return base + lane < batch ? sequence_of(a, base + lane) : Sequence{}; };
   Sequence mine = sequence_of_lane(0);
-  int total = 0, least = 1 << 30, most = 1;  // cost; of an item
-  for (int base = 0;; mine = sequence_of_lane(base)) {
-    total += heads * mine.used * mine.cost;
-    if (mine.used) least = min(least, mine.cost), most = max(most, mine.cost);
-    if ((base += 32) >= a.batch) break;
+  int total = mine.used * mine.cost;  // of a KV head
+  for (int base = 32; base < batch; base += 32) {
+    const Sequence one = sequence_of_lane(base);
+    total += one.used * one.cost;
   }
   total = __reduce_add_sync(~0u, total);
-  least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
-  int share = (total + gridDim.x - 1) / gridDim.x;
-  if (least == most) share = (share + most - 1) / most * most;  // whole items: fewer blocks that work on two heads
-  const int from = min(int64_t(share) * blockIdx.x, int64_t(total)), to = min(int64_t(from) + share, int64_t(total));
-
-  Block<T, EXTRA> block{a, s};
-  int end = 0;  // of the sequences before
-  for (int base = 0; base < a.batch && end < to; base += 32) {
-    if (a.batch > 32) mine = sequence_of_lane(base);
-    const int cost = heads * mine.used * mine.cost;
+  const unsigned number = blockIdx.x % a.blocks;
+  const int from = unsigned(total) * number / a.blocks, to = unsigned(total) * (number + 1) / a.blocks;
+  for (int base = 0, end = 0; base < batch && end < to; base += 32) {
+    if (base) mine = sequence_of_lane(base);
+    const int cost = mine.used * mine.cost;
     int start = cost;
 #pragma unroll
     for (int n = 1; n < 32; n <<= 1) {
@@ -195,25 +232,30 @@ template <class T, int EXTRA> __global__ void __launch_bounds__(32 * WARPS, 1) v
     }
     start += end - cost;
     end = __shfl_sync(~0u, start + cost, 31);
-    uint32_t left = __ballot_sync(~0u, start < to && start + cost > from);
-    if (threadIdx.x < 32) {
-      const int last = min((to - start + mine.cost - 1) / max(mine.cost, 1), heads * mine.used);
-      s.plan[lane] = {mine, max(from - start + mine.cost - 1, 0) / max(mine.cost, 1), last};
+    const unsigned each = max(mine.cost, 1);
+    const int first = (unsigned(max(from - start, 0)) + each - 1) / each;
+    const int last = min(int((unsigned(max(to - start, 0)) + each - 1) / each), mine.used);
+    uint32_t left = __ballot_sync(~0u, first < last);  // sequences that the block has items of
+    if (!left) continue;
+    if (base) __syncthreads();
+    if (threadIdx.x < 32) s.plan[lane] = {mine.past, mine.tiles, mine.each, first, last};
+    int n = __ffs(left) - 1;
+    Shared::Plan plan = {__shfl_sync(~0u, mine.past, n), __shfl_sync(~0u, mine.tiles, n),
+                         __shfl_sync(~0u, mine.each, n), __shfl_sync(~0u, first, n), __shfl_sync(~0u, last, n)};
+    for (;;) {
+      block.run(plan, base + n);
+      left &= left - 1;
+      if (!left) break;
+      n = __ffs(left) - 1;
+      plan = s.plan[n];
     }
-    __syncthreads();
-    for (; left; left &= left - 1) {
-      const Shared::Plan &plan = s.plan[__ffs(left) - 1];
-      for (int item = plan.first; item < plan.last;) {
-        const Sequence sequence = plan.sequence;
-        const int h = item / sequence.used, first = item - h * sequence.used;
-        const int count = min(sequence.used - first, plan.last - item);
-        block.run(sequence, base + __ffs(left) - 1, h, first, first + count);
-        item += count;
-      }
-    }
-    __syncthreads();
   }
-  wait_for_previous_kernel();  // in every block
+  if (!block.made) {
+    __syncthreads();  // the barriers are there, and copies must have come before the block ends
+    barrier_wait(s.values_came, 0);
+    for (int part = 0; part < KEY_PARTS; ++part) barrier_wait(s.keys_came + part, 0);
+  }
+  wait_for_previous_kernel();  // in every block, so that the merge comes after decode_begin, too
 }
 
 // -- tables in global memory
@@ -253,14 +295,16 @@ __global__ void prepare_kernel(Books books) {
   unsigned char *out = books.prepared + set * set_bytes(books.extra);
   const float *decode = books.k_decode + int64_t(set) * D * D;
   const int step = gridDim.x * blockDim.x, thread = blockIdx.x * blockDim.x + threadIdx.x;
-  half_t *keys = reinterpret_cast<half_t *>(out), *matrix = reinterpret_cast<half_t *>(out + tables * TABLE_BYTES);
+  half_t *keys = reinterpret_cast<half_t *>(out);
+  half_t *matrix = reinterpret_cast<half_t *>(out + tables * TABLE_BYTES + VALUE_BYTES);
   // [8 rows][pair of quads of columns][lane][quad][4 dimensions]
   for (int n = thread; n < tables * int(TABLE_BYTES) / 8; n += step) {
     const int chunk = n / 256, lane = n / 2 % 32, quad = n / 64 % 4 * 2 + n % 2, table = chunk / (ENTRIES / 8);
+    const int place = chunk * 256 + (n / 64 % 2 * 4 + lane / 8) * 32 + n / 128 % 2 * 16 + lane % 8 * 2 + n % 2;
     const int code = (chunk % (ENTRIES / 8) * 8 + lane / 4) ^ 128, column = table * 32 + quad * 4 + lane % 4;
     const int lookup = column_lookup(column, books.extra), group = books.first_group[column / 4] + lane % 4;
     const float *book = books.k_books + ((int64_t(set) * books.lookups + lookup) * ENTRIES + code) * 4;
-    for (int d = 0; d < 4; ++d) keys[4 * n + d] = from_float<half_t>(book[d] * row_scale(decode, 4 * group + d));
+    for (int d = 0; d < 4; ++d) keys[4 * place + d] = from_float<half_t>(book[d] * row_scale(decode, 4 * group + d));
   }
   // [8 rows of the decode matrix][32 columns][lane][column / 8][2]
   for (int row = thread; row < D; row += step) {
@@ -271,7 +315,7 @@ __global__ void prepare_kernel(Books books) {
           from_float<half_t>(decode[row * D + n] / scale);
     }
   }
-  unsigned char *values = out + tables * TABLE_BYTES + DECODE_BYTES;
+  unsigned char *values = out + tables * TABLE_BYTES;
   for (int n = thread; n < int(VALUE_BYTES); n += step) {
     const int row = n / D, group = n % D / 4;
     values[n] = nearest_byte(books.v_books[((int64_t(set) * GROUPS + group) * ENTRIES + (row ^ 128)) * 4 + n % 4]);
@@ -318,28 +362,34 @@ int vqkv_table_splits(const kvpack_layer &layer) {
   return min(max(TARGET_BLOCKS / layer.num_kv_heads, 4), MOST_SPLITS);
 }
 
-size_t vqkv_table_workspace(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &) { return 0; }
-
 int vqkv_table_decode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_vqkv &vq, const void *prepared,
-                      const Decode &decode, void *) {
+                      const ExactRows &exact, const Decode &decode) {
   Args a{};
   a.merge = merge_of(layer, step, decode, vq.v_decode, vq.sets, vq.v_mean);
+  a.step = step, a.exact = exact, a.rope = rope_of(layer, step), a.scale = {layer.scale, layer.softcap};
   a.codes_k = vq.codes_k, a.codes_v = vq.codes_v;
   a.prepared = static_cast<const unsigned char *>(prepared);
-  a.k_mean = vq.k_mean, a.past_len = step.past_len;
-  a.geometry = vq.geometry;
-  a.batch = step.batch, a.sets = vq.sets, a.code_rows = vq.code_rows;
-  a.scale = layer.scale * LOG2E;
+  a.k_mean = vq.k_mean, a.code_rows = vq.code_rows;
   fill_groups(a.first_group, vq);
-  const int most = step.batch * layer.num_kv_heads * min(decode.splits, vq.code_rows / (VQ_TILE * WARPS * DEPTH) + 1);
-  const int extra = extra_of(vq);
+  const int extra = extra_of(vq), units = multiprocessors(), pairs = layer.num_kv_heads * step.batch;
+  const int most = step.batch * min(decode.splits, vq.code_rows / (VQ_TILE * WARPS * DEPTH) + 1);  // items of a KV head
+  a.blocks = min(most, max(units / layer.num_kv_heads, 1));
+  // A launch is saved where the multiprocessors that codes leave, however many there are, can attend to the exact rows
+  // meanwhile, one KV head of a sequence a team: in a batch of one, as a rule.
+  const int others = (pairs + TEAMS - 1) / TEAMS, coders = a.blocks * layer.num_kv_heads;
+  const int full = layer.num_kv_heads * min(step.batch * decode.splits, max(units / layer.num_kv_heads, 1));
+  const bool folded = full + others <= units;
+  if (!folded)
+    if (int error = decode_begin(layer, step, exact, decode)) return error;
+  const dim3 grid(folded ? coders + others : coders), merges(layer.num_kv_heads * (D / COLUMNS), step.batch);
   auto start = [&](auto type, auto size) {
     using T = typename decltype(type)::type;
-    const int error = launch_early(vqkv_table_kernel<T, decltype(size)::value>, dim3(min(most, multiprocessors())),
-                                   dim3(32 * WARPS), shared_bytes(extra), step.stream, a);
-    return error ? error
-                 : launch_early(merge_kernel<T>, dim3(layer.num_kv_heads, step.batch), dim3(HEADS * D), 0, step.stream,
-                                a);
+    static_assert(shared_bytes(0) >= TEAMS * attend_exact_bytes<D, TEAM_WARPS>);
+    auto table = vqkv_table_kernel<T, decltype(size)::value>;
+    const dim3 threads(32 * WARPS);
+    const int error = folded ? launch(table, grid, threads, shared_bytes(extra), step.stream, a)
+                             : launch_early(table, grid, threads, shared_bytes(extra), step.stream, a);
+    return error ? error : launch_early(merge_kernel<T>, merges, dim3(MERGE_WARPS * 32), 0, step.stream, a);
   };
   auto start_as = [&](auto type) {
     switch (extra) {

@@ -9,10 +9,10 @@ bool vqkv_table_supported(const kvpack_layer &, const kvpack_vqkv &);
 size_t vqkv_table_prepared(const kvpack_layer &, const kvpack_vqkv &);
 int vqkv_table_prepare(const kvpack_layer &, const kvpack_vqkv &, void *prepared, void *stream);
 int vqkv_table_splits(const kvpack_layer &);  // what Decode::splits must be, of sequences of any length
-size_t vqkv_table_workspace(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &);  // of the next; 0
-// Two launches, the splits and their merge; after decode_begin.
+// All of a step but encoding: what decode_begin does, in a launch of its own or not, the splits, and their merge. How
+// follows from the layer and the size of the batch; how a sequence is split, from its own length, too.
 int vqkv_table_decode(const kvpack_layer &, const kvpack_step &, const kvpack_vqkv &, const void *prepared,
-                      const Decode &, void *workspace);
+                      const ExactRows &, const Decode &);
 
 constexpr int VQ_TILE = 16;  // code rows of a tile
 

@@ -13,26 +13,33 @@ __host__ __device__ constexpr int key_tables(int extra) { return extra ? 2 : 1; 
 // Sums of an item are merged beside the work on the next, where there is space for both.
 __host__ __device__ constexpr int buffers(int extra) { return extra ? 1 : 2; }
 
-// A block's shared memory. Nothing is static there: the plan is just before TABLES_AT.
+constexpr int QUERY_STRIDE = D + 8;  // rows are 16 bytes apart in banks
+constexpr int KEY_PARTS = 4;  // in which codewords of keys come
+constexpr unsigned PART_BYTES = TABLE_BYTES / KEY_PARTS;
+
+// A block's shared memory. Nothing is static there: the first three and the barriers are before TABLES_AT.
 struct Shared {
-  unsigned char *keys, *values;  // tables
+  struct Plan {
+    int past, tiles, each, first, last;  // of a sequence: items first .. last - 1 are the block's
+  } *plan;                       // [32], of as many sequences
   float *offset;                 // [HEADS]: q.mean
   uint64_t *stored;              // barrier: a phase ends when all warps' sums of an item are stored
+  uint64_t *values_came;         // barrier: a phase ends when the values' codewords have come
+  uint64_t *keys_came;           // [KEY_PARTS]
+  unsigned char *keys, *values;  // tables
   float2 *mass;                  // [buffers][WARPS][HEADS]
   float *sums;                   // [buffers][WARPS][HEADS][D]
-  struct Plan {
-    Sequence sequence;
-    int first, last;  // items of all KV heads in a row
-  } *plan;                       // [32], of as many sequences, before the tables
   uint16_t *query;               // half [HEADS][D]: q' in log2 units, where sums will be
+  uint16_t *rotated;             // T [HEADS][QUERY_STRIDE]: q, after it
   KVPACK_D Shared(unsigned char *memory, int extra)
-      : keys(memory + (TABLES_AT - shared_address(memory))), values(keys + key_tables(extra) * TABLE_BYTES),
-        offset((float *)(values + TABLE_BYTES)), stored((uint64_t *)(offset + HEADS)), mass((float2 *)(stored + 2)),
-        sums((float *)(mass + buffers(extra) * WARPS * HEADS)), plan((Plan *)(keys - 1024)), query((uint16_t *)sums) {}
+      : plan((Plan *)memory), offset((float *)(plan + 32)), stored((uint64_t *)(offset + HEADS)),
+        values_came(stored + 1), keys_came(stored + 2), keys(memory + (TABLES_AT - shared_address(memory))),
+        values(keys + key_tables(extra) * TABLE_BYTES), mass((float2 *)(values + TABLE_BYTES)),
+        sums((float *)(mass + buffers(extra) * WARPS * HEADS)), query((uint16_t *)sums), rotated(query + HEADS * D) {}
 };
+static_assert(32 * sizeof(Shared::Plan) + HEADS * 4 + (2 + KEY_PARTS) * 8 <= TABLES_AT - 1024);
 constexpr size_t shared_bytes(int extra) {  // the first shared address is 1024
-  return TABLES_AT - 1024 + (key_tables(extra) + 1) * TABLE_BYTES + HEADS * 4 + 16 +
-         buffers(extra) * WARPS * HEADS * (D * 4 + 8);
+  return TABLES_AT - 1024 + (key_tables(extra) + 1) * TABLE_BYTES + buffers(extra) * WARPS * HEADS * (D * 4 + 8);
 }
 
 // -- making the table
@@ -44,8 +51,7 @@ template <class T> KVPACK_D uint32_t as_halves(const T *two) {
   return pack2<half_t>(x.x, x.y);
 }
 
-// q' and q.mean, times a scale, of 4 heads. A warp does 8 rows of the decode matrix; what does not depend on q is
-// loaded before q is there.
+// q' and q.mean, times a scale, of 4 heads. A warp does 8 rows of the decode matrix.
 struct Query {
   static_assert(WARPS == D / 8 && WARPS >= HEADS);
   uint4 fragment[D / 32];
@@ -55,21 +61,20 @@ struct Query {
     for (int n = 0; n < D / 32; ++n)
       fragment[n] = __ldg(decode + (warp * (D / 32) + n) * 32 + lane), mean[n] = __ldg(k_mean + 32 * n + lane);
   }
-  // q [heads, D], of which `heads` are real.
-  template <class T>
-  KVPACK_D void store(const Shared &s, float scale, const T *q, int heads, int lane, int warp) const {
+  template <class T> KVPACK_D void store(const Shared &s, float scale, int lane, int warp) const {
     const int row = lane >> 2, column = lane & 3;
+    const T *q = reinterpret_cast<const T *>(s.rotated);
     float own[D / 32] = {};  // of head `warp`
     uint32_t left[D / 16][4] = {};
 #pragma unroll
     for (int n = 0; n < D / 16; ++n)
-      if (row < heads) {
-        const T *at = q + row * D + 16 * n + 2 * column;
+      if (row < HEADS) {
+        const T *at = q + row * QUERY_STRIDE + 16 * n + 2 * column;
         left[n][0] = as_halves(at), left[n][2] = as_halves(at + 8);
       }
-    if (warp < heads)
+    if (warp < HEADS)
 #pragma unroll
-      for (int n = 0; n < D / 32; ++n) own[n] = to_float(q[warp * D + 32 * n + lane]);
+      for (int n = 0; n < D / 32; ++n) own[n] = to_float(q[warp * QUERY_STRIDE + 32 * n + lane]);
     float c[4][4] = {}, sum = 0;  // sums apart: this is all latency
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
@@ -89,69 +94,64 @@ struct Query {
   }
 };
 
-// Codewords, loaded before q' is there, to products with it. A warp does 8 rows of 16 columns at a time: codewords on
-// the right of the mma, on its left the query's 4 dimensions of 4 columns, a row for a head and column.
-template <int TABLES> struct Codewords {
-  static constexpr int BLOCKS = 2, CHUNKS = ENTRIES / 8 * BLOCKS / WARPS;  // halves of a row; of a warp in one of them
-  uint4 loaded[TABLES][CHUNKS][2];
-  KVPACK_D Codewords(const unsigned char *tables, int lane, int warp) {
-    const uint4 *from = reinterpret_cast<const uint4 *>(tables) + (warp / BLOCKS * 2 + warp % BLOCKS) * 64 + lane;
+// Codewords to products with q', in place. A warp does 8 rows of 16 columns at a time: codewords on the right of the
+// mma, on its left the query's 4 dimensions of 4 columns, a row for a head and column. first_group: of each 4 columns.
+// turn: how often codewords came before.
+template <int TABLES>
+KVPACK_D void make_products(const Shared &s, const uint8_t (&first_group)[16], int turn, int lane, int warp) {
+  constexpr int BLOCKS = 2, CHUNKS = ENTRIES / 8 * BLOCKS / WARPS;  // halves of a row; of a warp in one of them
+  static_assert(CHUNKS == KEY_PARTS);
+  const int row = lane >> 2, column = lane & 3, block = warp % BLOCKS;
+  const bool mine = row >> 1 == column;
 #pragma unroll
-    for (int table = 0; table < TABLES; ++table)
+  for (int table = 0; table < TABLES; ++table) {
+    uint32_t left[4][4] = {};
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; ++chunk)
+    for (int quad = 0; quad < 4; ++quad) {
+      const int group = first_group[table * 8 + block * 4 + quad] + column;
+      const uint16_t *q = s.query + (row & 1) * 2 * D + group * 4;
+      const uint2 first = *reinterpret_cast<const uint2 *>(q), second = *reinterpret_cast<const uint2 *>(q + D);
+      if (mine) left[quad][0] = first.x, left[quad][1] = second.x, left[quad][2] = first.y, left[quad][3] = second.y;
+    }
+    unsigned char *half = s.keys + table * TABLE_BYTES + warp / BLOCKS * 2048 + block * 128;
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
-          loaded[table][chunk][n] =
-              load_streamed(from + table * TABLE_BYTES / 16 + chunk * (WARPS / BLOCKS) * 128 + n * 32);
-  }
-  // first_group: of each 4 columns.
-  KVPACK_D void multiply(const Shared &s, const uint8_t (&first_group)[16], int lane, int warp) const {
-    const int row = lane >> 2, column = lane & 3, block = warp % BLOCKS;
-    const bool mine = row >> 1 == column;
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (table == 0) barrier_wait(s.keys_came + chunk, turn);
+      unsigned char *at = half + chunk * PART_BYTES;
+      uint4 loaded[2];
 #pragma unroll
-    for (int table = 0; table < TABLES; ++table) {
-      uint32_t left[4][4] = {};
+      for (int n = 0; n < 2; ++n)
+        loaded[n] = *reinterpret_cast<const uint4 *>(at + (n * 4 + lane / 8) * 256 + lane % 8 * 16);
+      __syncwarp();
+      uint32_t word[4][2];  // of 4 columns each: two rows
 #pragma unroll
       for (int quad = 0; quad < 4; ++quad) {
-        const int group = first_group[table * 8 + block * 4 + quad] + column;
-        const uint16_t *q = s.query + (row & 1) * 2 * D + group * 4;
-        const uint2 first = *reinterpret_cast<const uint2 *>(q), second = *reinterpret_cast<const uint2 *>(q + D);
-        if (mine) left[quad][0] = first.x, left[quad][1] = second.x, left[quad][2] = first.y, left[quad][3] = second.y;
+        const uint4 &both = loaded[quad / 2];
+        const uint32_t right[2] = {quad % 2 ? both.z : both.x, quad % 2 ? both.w : both.y};
+        float c[4] = {};
+        mma_16816<half_t>(c, left[quad], right);
+        word[quad][0] = pack2<half_t>(c[0], c[2]);
+        word[quad][1] = pack2<half_t>(c[1], c[3]);
       }
+      // Word `step` becomes the one of quad (step ^ column): then no two lanes store to a bank.
+      auto exchange = [&](uint32_t &x, uint32_t &y, bool really) {
+        const uint32_t old = x;
+        x = really ? y : x;
+        y = really ? old : y;
+      };
+      uint32_t *memory = reinterpret_cast<uint32_t *>(at) + row;
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        uint32_t word[4][2];  // of 4 columns each: two rows
+      for (int n = 0; n < 2; ++n) {
+        exchange(word[0][n], word[1][n], column & 1);
+        exchange(word[2][n], word[3][n], column & 1);
+        exchange(word[0][n], word[2][n], column & 2);
+        exchange(word[1][n], word[3][n], column & 2);
 #pragma unroll
-        for (int quad = 0; quad < 4; ++quad) {
-          const uint4 &both = loaded[table][chunk][quad / 2];
-          const uint32_t right[2] = {quad % 2 ? both.z : both.x, quad % 2 ? both.w : both.y};
-          float c[4] = {};
-          mma_16816<half_t>(c, left[quad], right);
-          word[quad][0] = pack2<half_t>(c[0], c[2]);
-          word[quad][1] = pack2<half_t>(c[1], c[3]);
-        }
-        // Word `step` becomes the one of quad (step ^ column): then no two lanes store to a bank.
-        auto exchange = [&](uint32_t &x, uint32_t &y, bool really) {
-          const uint32_t old = x;
-          x = really ? y : x;
-          y = really ? old : y;
-        };
-        uint32_t *memory = reinterpret_cast<uint32_t *>(s.keys + table * TABLE_BYTES) +
-                           (chunk * (WARPS / BLOCKS) + warp / BLOCKS) * 512 + block * 32 + row;
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          exchange(word[0][n], word[1][n], column & 1);
-          exchange(word[2][n], word[3][n], column & 1);
-          exchange(word[0][n], word[2][n], column & 2);
-          exchange(word[1][n], word[3][n], column & 2);
-#pragma unroll
-          for (int step = 0; step < 4; ++step) memory[(2 * column + n) * 64 + (step ^ column) * 8] = word[step][n];
-        }
+        for (int step = 0; step < 4; ++step) memory[(2 * column + n) * 64 + (step ^ column) * 8] = word[step][n];
       }
     }
   }
-};
+}
 
 // -- a warp's tiles
 
