@@ -247,3 +247,18 @@ def test_results_of_the_kernel_of_sm90_do_not_depend_on_the_batch(library, sm90)
     both = run([170, 333], 0)
     assert torch.equal(run([170, 333], 0), both)
     assert torch.equal(run([333], 1)[0], both[1])
+
+
+def test_the_kernel_of_sm90_stores_new_tokens_and_nothing_of_an_idle_sequence(library, sm90):
+    lengths = [100, 60, 0]
+    case = Case(library, lengths, latents="96x4", **sm90)
+    q, k, v = case.tokens()
+    ring = case.native.states["ring"].view(torch.int16)
+    wanted = ring.clone()
+    for b in (0, 2):
+        row = int(case.config.geometry().slot(np.array([lengths[b]]))[0])
+        wanted[b, 0, row] = torch.cat((k[b].flatten(), v[b].flatten())).view(torch.int16)
+    out = step(case.native, q, k, v, new=[1, 0, 1])
+    assert not out[1].any()
+    assert out[[0, 2]].isfinite().all()
+    assert torch.equal(ring, wanted)

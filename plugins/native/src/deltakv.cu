@@ -131,8 +131,7 @@ int kvpack_deltakv_attention(const kvpack_layer *layer, const kvpack_step *given
   const DeltaKVTables tables = carve_tables(carver, *layer, *d);
   const ExactRows exact = exact_rows(*layer, *d);
   if (step.length == 1) {
-    error = decode_begin(*layer, step, exact, s.decode);
-    if (!error) error = deltakv_decode(*layer, step, *d, tables.decode, s.decode, s.attention);
+    error = deltakv_decode(*layer, step, *d, tables.decode, exact, s.decode, s.attention);
   } else {
     auto restore = [&](void *k, void *v, int rows) { return deltakv_restore(*layer, step, *d, tables, k, v, rows); };
     error = attend_many(*layer, step, exact, s.many, restore);

@@ -85,17 +85,17 @@ int deltakv_restore(const kvpack_layer &, const kvpack_step &, const kvpack_delt
                     void *dense_k, void *dense_v, int rows);
 int deltakv_restore_prepare(const kvpack_layer &, const kvpack_deltakv &, const DeltaKVTables &, void *stream);
 
-// Attention of one new token to the code rows (deltakv_decode.cu). `prepared` is DeltaKVTables::decode.
+// Attention of one new token, which is then stored (deltakv_decode.cu). `prepared` is DeltaKVTables::decode.
 int deltakv_decode_supported(const kvpack_layer &, const kvpack_deltakv &);  // KVPACK_OK or fails with the reason
 size_t deltakv_decode_workspace(const kvpack_layer &, const kvpack_step &, const kvpack_deltakv &);
 int deltakv_decode(const kvpack_layer &, const kvpack_step &, const kvpack_deltakv &, const void *prepared,
-                   const Decode &, void *workspace);
+                   const ExactRows &, const Decode &, void *workspace);
 size_t deltakv_decode_prepared(const kvpack_layer &, const kvpack_deltakv &);
 int deltakv_decode_prepare(const kvpack_layer &, const kvpack_deltakv &, void *prepared, void *stream);
 // The same by a kernel for sm_90, of what deltakv_decode supports (deltakv_decode_sm90.cu). fits: on the current device.
 bool deltakv_sm90_fits(const kvpack_layer &, const kvpack_deltakv &);
 int deltakv_sm90_decode(const kvpack_layer &, const kvpack_step &, const kvpack_deltakv &, const void *prepared,
-                        const Decode &);
+                        const ExactRows &, const Decode &);
 size_t deltakv_sm90_prepared(const kvpack_layer &, const kvpack_deltakv &);
 int deltakv_sm90_prepare(const kvpack_layer &, const kvpack_deltakv &, void *prepared, void *stream);
 

@@ -389,9 +389,10 @@ int deltakv_decode_prepare(const kvpack_layer &layer, const kvpack_deltakv &d, v
 }
 
 int deltakv_decode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_deltakv &d, const void *prepared,
-                   const Decode &decode, void *) {
+                   const ExactRows &exact, const Decode &decode, void *) {
   if (const int error = deltakv_decode_supported(layer, d)) return error;
-  if (deltakv_sm90_fits(layer, d)) return deltakv_sm90_decode(layer, step, d, prepared, decode);
+  if (deltakv_sm90_fits(layer, d)) return deltakv_sm90_decode(layer, step, d, prepared, exact, decode);
+  if (const int error = decode_begin(layer, step, exact, decode)) return error;
   Decoding x = decoding_of(layer, step, d, decode);
   x.to_key = static_cast<const uint4 *>(prepared);
   return choose(layer, [&](auto type, auto size) {

@@ -4,6 +4,7 @@
 // the two halves of a team have the lower and the upper blocks of the keys of the same rows, and later each half of the
 // rows' values.
 #include "deltakv_tile.cuh"
+#include "exact.cuh"
 
 namespace kvpack {
 
@@ -218,17 +219,18 @@ KVPACK_D void load_turn(const Rope &rope, int position, int first, Turn &turn) {
     turn.sin[e] = s.x, turn.sin[e + 1] = s.y, turn.sin[e + 2] = s.z, turn.sin[e + 3] = s.w;
   }
 }
-// The query's operands, uint32 [BLOCKS, 32 lanes]; zeros for heads that are not.
-template <class Sizes> KVPACK_D void load_query_sm90(const Decoding &d, const Work &w) {
-  const int lane = computed_here(w.lane), head = lane / 4, head0 = (w.b * d.merge.kv_heads + w.h) * d.merge.group;
-  const uint16_t *from = static_cast<const uint16_t *>(d.merge.decode.query) + int64_t(head0 + head) * D;
-  uint32_t *query = reinterpret_cast<uint32_t *>(w.shared + Sizes::query) + lane;
+// The query's operands, rotated, uint32 [BLOCKS, 32 lanes]; zeros for heads that are not.
+template <class T, class Sizes> KVPACK_D void load_query(const Decoding &d, const kvpack_step &step, const Work &w) {
+  const int head = w.lane / 4, past = d.past_len[w.b];
+  const T *from = static_cast<const T *>(step.q) + int64_t(w.b) * step.q_row + (w.h * d.merge.group + head) * D;
+  uint32_t *query = reinterpret_cast<uint32_t *>(w.shared + Sizes::query) + w.lane;
 #pragma unroll
   for (int n = 0; n < BLOCKS; n += WARPS) {
-    const int pair = pair_at(lane % 4, n + w.warp);
+    const int pair = pair_at(w.lane % 4, n + w.warp);
     uint32_t two = 0;
     if (head < d.merge.group)
-      two = __ldcg(from + dimension_at(pair, 0, d.rope.half)) | __ldcg(from + dimension_at(pair, 1, d.rope.half)) << 16;
+      two = pack2<T>(turned(d.rope, from, dimension_at(pair, 0, d.rope.half), past),
+                     turned(d.rope, from, dimension_at(pair, 1, d.rope.half), past));
     query[(n + w.warp) * 32] = two;
   }
 }
@@ -286,20 +288,36 @@ KVPACK_D void sum_latents(const unsigned char *codes, const T *weights, float (&
   }
 }
 
+// decode_begin's work (see step.cuh) by a team; a function, not inlined, as the loop over rows would pay in registers.
+template <class T>
+__device__ __noinline__ void attend_exact_sm90(const Decoding &d, const ExactRows &exact, const kvpack_step &step,
+                                               int pair, int team) {
+  KVPACK_DYNAMIC_SHARED(shared);
+  const int heads = d.merge.kv_heads;
+  attend_exact<T, D, WARPS>(shared + team * attend_exact_bytes<D, WARPS>, exact, step, d.merge.decode, d.rope,
+                            {d.scale, d.softcap}, heads, d.merge.group, 0, true, pair % heads, pair / heads, {team});
+}
+
+// Blocks: the splits of every KV head of every sequence; then those whose teams do decode_begin's work (see step.cuh)
+// for a KV head of a sequence each, which in a batch of one the multiprocessors that are left do meanwhile.
 template <class T, int CHUNKS>
-__global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_constant__ Decoding d) {
+__global__ void __launch_bounds__(THREADS, 1)
+    decode_rows_sm90(const __grid_constant__ Decoding d, const __grid_constant__ ExactRows exact,
+                     const __grid_constant__ kvpack_step step) {
+  let_next_kernel_start();
   using Sizes = Room<CHUNKS>;
   constexpr int STEPS = Sizes::STEPS, EACH = CHUNKS;  // bytes of a row whose sums a lane keeps
   KVPACK_DYNAMIC_SHARED(shared);
-  const int split = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
-  const int rows = rows_to_read(d, b), used = splits_of(d, rows);
-  if (split >= max(used, 1)) return;
-  if (used == 0) {
-    wait_for_previous_kernel();
-    merge_last<T, D, false>(d.merge, b, h, 0);
+  const int team = int(threadIdx.x) / TEAM, thread = int(threadIdx.x) % TEAM;
+  const int heads = d.merge.kv_heads, split = int(blockIdx.x) % d.splits, pair = int(blockIdx.x) / d.splits;
+  const int after = int(blockIdx.x) - d.splits * heads * step.batch;
+  if (after >= 0) {
+    const int own = after * TEAMS + team;
+    if (own < heads * step.batch) attend_exact_sm90<T>(d, exact, step, own, team);
     return;
   }
-  const int team = int(threadIdx.x) / TEAM, thread = int(threadIdx.x) % TEAM;
+  const int h = pair % heads, b = pair / heads, rows = rows_to_read(d, b), used = splits_of(d, rows);
+  if (split >= used) return;
   Work w = {b, h, rows, encoded_rows(d.geometry, d.past_len[b]), thread, thread / 32, thread % 32,
             shared + Sizes::teams + team * Sizes::TEAM_BYTES};
   const int tiles = (rows + ROWS - 1) / ROWS;
@@ -331,6 +349,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
   ahead.row = first_row < last_row ? row_at(d, w, first_row) : -1;
   int next = first_row + rows_on < last_row ? row_at(d, w, first_row + rows_on) : -1;
   look_up<T>(d, w, ahead);
+  load_query<T, Sizes>(d, step, w);
   stage_codes<T, Sizes>(d, w, ahead.row, 0);
   float *offsets = reinterpret_cast<float *>(shared + Sizes::offsets);
   if (threadIdx.x < D) offsets[thread] = d.offsets[h * D + thread];
@@ -397,13 +416,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
       }
       if (at == first_row) barrier_wait(barriers, 0);
       hold(keys);
-      multiply_keys<T, Sizes>(matrix,
-                              shared_address(codes) + row * Sizes::STRIDE + q * 8, keys);
-      if (at == first_row) {
-        wait_for_previous_kernel();
-        load_query_sm90<Sizes>(d, w);
-        meet_team();
-      }
+      multiply_keys<T, Sizes>(matrix, shared_address(codes) + row * Sizes::STRIDE + q * 8, keys);
       wgmma_wait<0>();
       hold(keys);
       uint32_t turned[2][HALF];
@@ -474,8 +487,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
     sum_latents<T, EACH>(own_codes, scaled, sums);
   }
   if (at - team * ROWS < last_row)  // a tile less than others: checkers of races want as many barriers of every team
-    for (int n = first_row < last_row ? 3 : 4; n > 0; --n) meet_team();
-  if (first_row >= last_row) wait_for_previous_kernel();
+    for (int n = 0; n < 3; ++n) meet_team();
 
   // The teams' sums together, in order, as operands in two parts of 16 bits; then W_V.
   copy_async_wait<0>();
@@ -577,7 +589,13 @@ __global__ void __launch_bounds__(THREADS, 1) decode_rows_sm90(const __grid_cons
       if (block == 0 && g == 0) decode.mass[slot] = all;
     }
   }
-  merge_last<T, D, false>(d.merge, b, h, used);
+}
+
+// Grid (KV heads, batch). A kernel of its own, as there is nobody to zero counters before the other one.
+template <class T> __global__ void __launch_bounds__(32 * HEADS) merge_decode_sm90(const __grid_constant__ Decoding d) {
+  const int h = blockIdx.x, b = blockIdx.y, used = splits_of(d, rows_to_read(d, b));
+  wait_for_previous_kernel();
+  merge_slots<T, D, false>(d.merge, b, h, used);
 }
 
 // -- preparation: W_K as wgmma reads it, W_V in fragments, what the middles of codes add to a key, and zeros
@@ -646,7 +664,7 @@ int deltakv_sm90_prepare(const kvpack_layer &layer, const kvpack_deltakv &d, voi
 }
 
 int deltakv_sm90_decode(const kvpack_layer &layer, const kvpack_step &step, const kvpack_deltakv &d,
-                        const void *prepared, const Decode &decode) {
+                        const void *prepared, const ExactRows &exact, const Decode &decode) {
   return choose(layer, [&](auto type, auto) {
     using T = typename decltype(type)::type;
     Decoding x = decoding_of(layer, step, d, decode);
@@ -654,11 +672,17 @@ int deltakv_sm90_decode(const kvpack_layer &layer, const kvpack_step &step, cons
     x.to_key = reinterpret_cast<const uint4 *>(matrices);
     x.to_value = matrices + matrix_bytes(layer, d);
     x.offsets = reinterpret_cast<const float *>(matrices + 2 * matrix_bytes(layer, d));
-    const dim3 grid(most_splits(x), layer.num_kv_heads, step.batch);
+    x.splits = most_splits(x);
+    const int pairs = layer.num_kv_heads * step.batch;
     const bool small = chunks_of(d) == 2;
     const auto kernel = small ? decode_rows_sm90<T, 2> : decode_rows_sm90<T, 4>;
-    const size_t shared = small ? Room<2>::TOTAL : Room<4>::TOTAL;
-    return launched(launch_early(kernel, grid, dim3(THREADS), shared, step.stream, x), "deltakv_sm90_decode");
+    const size_t shared = max(small ? Room<2>::TOTAL : Room<4>::TOTAL, TEAMS * int(attend_exact_bytes<D, WARPS>));
+    int error = launch(kernel, dim3(x.splits * pairs + (pairs + TEAMS - 1) / TEAMS), dim3(THREADS), shared, step.stream,
+                       x, exact, step);
+    if (!error)
+      error = launch_early(merge_decode_sm90<T>, dim3(layer.num_kv_heads, step.batch), dim3(32 * HEADS), 0, step.stream,
+                           x);
+    return launched(error, "deltakv_sm90_decode");
   });
 }
 
@@ -668,7 +692,7 @@ bool deltakv_sm90_fits(const kvpack_layer &, const kvpack_deltakv &) { return fa
 size_t deltakv_sm90_prepared(const kvpack_layer &, const kvpack_deltakv &) { return 0; }
 int deltakv_sm90_prepare(const kvpack_layer &, const kvpack_deltakv &, void *, void *) { return KVPACK_UNSUPPORTED; }
 int deltakv_sm90_decode(const kvpack_layer &, const kvpack_step &, const kvpack_deltakv &, const void *,
-                        const Decode &) {
+                        const ExactRows &, const Decode &) {
   return KVPACK_UNSUPPORTED;
 }
 

@@ -234,17 +234,11 @@ KVPACK_D void load_floats(float (&to)[2], const float *from) {
   to[1] = two.y;
 }
 
-template <class T, int D, bool TRANSFORM> KVPACK_D void merge_last(const Merge &merge, int b, int h, int used) {
+// Merges slots 0 .. used - 1 and the exact one of (b, KV head h), all of which are there; see merge_last.
+template <class T, int D, bool TRANSFORM> KVPACK_D void merge_slots(const Merge &merge, int b, int h, int used) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const bool multiply = TRANSFORM && merge.matrix && used;
   const int group = merge.group, splits = merge.decode.splits, head0 = (b * merge.kv_heads + h) * group;
-  __threadfence();
-  __syncthreads();
-  bool last = used == 0;
-  if (used && threadIdx.x == 0)
-    last = atomicAdd(merge.decode.counter + b * merge.kv_heads + h, 1u) + 1 == unsigned(used);
-  if (!__syncthreads_or(last)) return;
-  __threadfence();
   T *out = static_cast<T *>(merge.out) + int64_t(head0) * D;
   if (merge.new_len[b] == 0) {
     for (int n = threadIdx.x; n < group * D; n += blockDim.x) out[n] = from_float<T>(0);
@@ -322,6 +316,17 @@ template <class T, int D, bool TRANSFORM> KVPACK_D void merge_last(const Merge &
         out[(head + part) * D + column] = from_float<T>(mine + sums[slot * D + column]);
       }
     }
+}
+
+template <class T, int D, bool TRANSFORM> KVPACK_D void merge_last(const Merge &merge, int b, int h, int used) {
+  __threadfence();
+  __syncthreads();
+  bool last = used == 0;
+  if (used && threadIdx.x == 0)
+    last = atomicAdd(merge.decode.counter + b * merge.kv_heads + h, 1u) + 1 == unsigned(used);
+  if (!__syncthreads_or(last)) return;
+  __threadfence();
+  merge_slots<T, D, TRANSFORM>(merge, b, h, used);
 }
 
 }  // namespace kvpack
