@@ -349,8 +349,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   ahead.row = first_row < last_row ? row_at(d, w, first_row) : -1;
   int next = first_row + rows_on < last_row ? row_at(d, w, first_row + rows_on) : -1;
   look_up<T>(d, w, ahead);
-  load_query<T, Sizes>(d, step, w);
   stage_codes<T, Sizes>(d, w, ahead.row, 0);
+  load_query<T, Sizes>(d, step, w);
   float *offsets = reinterpret_cast<float *>(shared + Sizes::offsets);
   if (threadIdx.x < D) offsets[thread] = d.offsets[h * D + thread];
   stage_rows<T, Sizes>(d, w, ahead, zeros, 0);
