@@ -52,6 +52,12 @@ def _deltakv(spec: LayerSpec, **changes: float) -> DeltaKVConfig:
     return DeltaKVConfig(spec.head_dim, spec.num_kv_heads, latents, stride=64, full_layers=(), **changes)
 
 
+def _int4(spec: LayerSpec, **changes: float) -> DeltaKVConfig:
+    """The sizes of DeltaKV's paper: a quarter as many latents as values, all in 4 bits, one reference in 10."""
+    latents = f"{spec.num_kv_heads * spec.head_dim // 2}x4"
+    return DeltaKVConfig(spec.head_dim, spec.num_kv_heads, latents, full_layers=(), **changes)
+
+
 def _vqkv(ratio: float, key_space: str) -> Make:
     return lambda spec: VQKVConfig.from_ratio(ratio, spec.head_dim, key_space=key_space)
 
@@ -76,6 +82,8 @@ CASES = (
     Case("deltakv-all", "deltakv", _deltakv),
     Case("deltakv-select-0.17", "deltakv", lambda spec: _deltakv(spec, select_fraction=0.17), prompts=False),
     Case("deltakv-select-2048", "deltakv", lambda spec: _deltakv(spec, select_count=2048), prompts=False),
+    Case("deltakv-int4-0.17", "deltakv", lambda spec: _int4(spec, select_fraction=0.17)),
+    Case("deltakv-int4-2048", "deltakv", lambda spec: _int4(spec, select_count=2048), prompts=False),
     Case(
         "none-observing-0.17",
         "deltakv",
