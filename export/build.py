@@ -314,6 +314,7 @@ def _prove(
         "fixed_bytes": config["fixed_bytes"],
         "limits": config["limits"],
         "quality": quality,
+        "faster_on_gpu": codec.config.faster_on_gpu() if codec and options.dtype != "fp32" else "",
         "codec": codec.info.to_json() if codec else None,
     }
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

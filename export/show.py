@@ -77,6 +77,8 @@ def show_report(report: Mapping[str, Any], out: Path) -> None:
         _out.print(f"Not verified: {report['unverified']}", style="yellow", highlight=False, soft_wrap=True)
     method, quality = report["method"], report["quality"]
     _out.print(_memory(report["memory"], report["fixed_bytes"]))
+    if faster := report.get("faster_on_gpu"):
+        _out.print(f"On an NVIDIA GPU the fastest kernel takes {faster}.", highlight=False, soft_wrap=True)
     if quality:
         table = Table(
             "perplexity", "compressed", "rise", "KL divergence", "same top token", title=_quality_title(quality)

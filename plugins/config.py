@@ -61,6 +61,10 @@ class MethodConfig:
     def check_exportable(self) -> None:
         """Raises UserError when this can be fitted and measured but not written into an engine."""
 
+    def faster_on_gpu(self) -> str:
+        """What to set instead for the native library's fastest kernel; "" when it takes this, or nothing like it."""
+        return ""
+
     def layer_ratio(self) -> float:
         """Fraction of its fp16 bytes that a compressed layer keeps, by the paper's accounting."""
         raise NotImplementedError

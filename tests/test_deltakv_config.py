@@ -95,3 +95,10 @@ def test_every_stride_th_code_row_is_a_reference():
         rows = geometry.encoded(stored)
         assert geometry.references(stored) == len([row for row in range(rows) if row % 7 == 0])
     assert geometry.references(np.array([168, 1000])).tolist() == [geometry.references(168), geometry.references(1000)]
+
+
+def test_what_a_gpu_would_rather_read_is_told() -> None:
+    mixed = DeltaKVConfig(128, 8, "640x8+576x4+640x2", full_layers=(0,))
+    assert "latents=512x4" in mixed.faster_on_gpu()
+    assert mixed.override(["latents=512x4"]).faster_on_gpu() == ""
+    assert DeltaKVConfig(64, 3, "40x8+40x4", full_layers=(0,)).faster_on_gpu() == ""

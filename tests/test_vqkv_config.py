@@ -139,3 +139,10 @@ def test_layout_tiles_refuses_what_its_kernel_cannot_read(setting):
 def test_layout_tiles_needs_a_code_for_every_four_values():
     with pytest.raises(UserError, match="layout=tiles reads at least 64 codes"):
         VQKVConfig.from_ratio(0.0625, 128).override(["layout=tiles"])
+
+
+def test_what_a_gpu_would_rather_read_is_told() -> None:
+    config = VQKVConfig.from_ratio(0.172, 128)
+    assert "layout=tiles" in config.faster_on_gpu()
+    assert config.override(["layout=tiles"]).faster_on_gpu() == ""
+    assert VQKVConfig.from_ratio(0.172, 64).faster_on_gpu() == ""

@@ -169,6 +169,13 @@ class DeltaKVConfig(MethodConfig):
             f"full layers {layers}; {reads}"
         )
 
+    def faster_on_gpu(self) -> str:
+        fewer = min(self.width // 4, 512)
+        fast = self.head_dim != 128 or (
+            self.latents.endswith("x4") and self.latent_dim <= 512 and "+" not in self.latents
+        )
+        return "" if fast else f"--set latents={fewer}x4, which keeps less of the quality"
+
     @classmethod
     def paper_llama31_8b(cls) -> DeltaKVConfig:
         """The paper's Llama-3.1-8B configuration with int4 latents: ratio 0.293 over 32 layers."""

@@ -187,6 +187,10 @@ class VQKVConfig(MethodConfig):
             block=1024,
         )
 
+    def faster_on_gpu(self) -> str:
+        fast = self.head_dim != 128 or self.layout == "tiles"
+        return "" if fast else "--set layout=tiles, which stores keys after RoPE"
+
     def tiled(self) -> VQKVConfig:
         """The like of this with layout "tiles": as many lookups, those beyond a stage of either side given to keys."""
         groups = self.head_dim // 4
