@@ -24,12 +24,12 @@ from .adapter import layer_specs
 from .codec import Codec, CodecInfo, check_target, compressed_layers, load, save
 from .request import FITS, FitRequest
 from .texts import Text, pick_context
-from .train import PLANS, World, train
+from .train import PLANS, World, tf32_products, train
 
 if TYPE_CHECKING:
     from .models import LoadedModel
 
-RECORD_BYTES = {"cpu": 2 << 30, "cuda": 6 << 30}  # layers are recorded in as many passes over the text as this asks for
+RECORD_BYTES = 2 << 30  # on a CPU; layers are recorded in as many passes over the text as this asks for
 
 
 class Plan(Protocol):
@@ -150,16 +150,18 @@ def fit_layers(
     kept = Partial(partial, info)
     finished = kept.open()
     missing = [layer for layer in layers if layer not in finished]
-    home, device = model.device, "cuda" if torch.cuda.is_available() else "cpu"
-    step = max(1, RECORD_BYTES[device] // plan.record_bytes(first.num_kv_heads))
-    passes = [missing[index : index + step] for index in range(0, len(missing), step)]
+    home, device = model.device, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
+    room = torch.cuda.mem_get_info()[0] // 2 if device.type == "cuda" else RECORD_BYTES
+    step = max(1, room // plan.record_bytes(first.num_kv_heads))
+    passes = [missing[index : index + step] for index in range(0, len(missing), step)]
     try:
         with bars(progress) as bar:
             recorded = bar("recording windows", len(passes) * len(plan.windows))
             fitted = bar("fitting layers", len(layers), len(finished))
             for chunk in passes:
-                records = plan.record(model, chunk, seed, recorded)
+                with tf32_products(device):
+                    records = plan.record(model, chunk, seed, recorded)
                 for layer in chunk:
                     finished[layer] = kept.add(layer, *plan.fit_layer(records.pop(layer), layer, seed))
                     fitted()

@@ -251,17 +251,26 @@ def train(
 
 
 @contextmanager
-def _placed(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """The model on `device` and frozen; on a GPU with TF32 products, which are closer than the bfloat16 of x."""
-    home, trainable = model.device, [x.requires_grad for x in model.parameters()]
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """On a GPU, float32 products in TF32: several times as fast, and closer than the bfloat16 of a model's weights."""
     precision = torch.get_float32_matmul_precision()
-    model.to(device).requires_grad_(False)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _placed(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """The model on `device`, frozen, its products in TF32 on a GPU."""
+    home, trainable = model.device, [x.requires_grad for x in model.parameters()]
+    model.to(device).requires_grad_(False)
+    try:
+        with tf32_products(device):
+            yield
+    finally:
         model.to(home)
         for x, wanted in zip(model.parameters(), trainable, strict=True):
             x.requires_grad_(wanted)
