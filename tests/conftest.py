@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from calib.models import LoadedModel
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process per core: threads would only wait for each other
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -36,7 +37,8 @@ def emulated() -> Library:
     flags += [f"-I{ROOT / 'src'}", f"-I{EMULATOR}"]
     folder = cache_folder() / "emulated"
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with open(folder / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=folder) as work:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it: take what it made
 
         def compiled(source: Path) -> Path:
             out = folder / f"{source.stem}-{digest([source, *headers])}.o"
