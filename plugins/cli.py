@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     build = commands.add_parser(
         "build",
         help="compile the native library",
-        description="Compile the GPU kernels with nvcc, and with ONNX Runtime's headers the operators that it loads.",
+        description="Compile the GPU kernels with nvcc, and with their headers the ops for ONNX Runtime and TensorRT.",
     )
     build.add_argument(
         "--arch",
@@ -72,6 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--onnxruntime-include",
         metavar="DIR",
         help="folder of onnxruntime_c_api.h (default: ONNXRUNTIME_INCLUDE_DIR, system folders)",
+    )
+    build.add_argument(
+        "--tensorrt-include",
+        metavar="DIR",
+        help="folder of NvInferRuntime.h (default: TENSORRT_INCLUDE_DIR, system folders)",
     )
     build.add_argument("--jobs", type=int, metavar="N", help="files compiled at a time (default: the cores)")
     build.add_argument("--json", action="store_true", help="print one JSON value instead of a table")
@@ -125,13 +130,14 @@ def run_build(args: argparse.Namespace) -> None:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} must be 1 or more")
     out = (args.out or default_path()).absolute()
-    total = build.pieces(out, args.onnxruntime_include)
+    total = build.pieces(out, args.onnxruntime_include, args.tensorrt_include)
     with progress("compiling", total, shown=sys.stderr.isatty()) as step:
         report = build.compile(
             arches or build.COMMON_ARCHES,
             out,
             nvcc=args.nvcc,
             onnxruntime=args.onnxruntime_include,
+            tensorrt=args.tensorrt_include,
             jobs=args.jobs,
             done=step,
         )
@@ -180,6 +186,8 @@ def show_build(report: BuildReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from plugins.native import build
+
     console = Console()
     table = Table(
         *("file", "arch", "kernel"),
@@ -201,12 +209,13 @@ def show_build(report: BuildReport) -> None:
         )
         last = (source, arch)
     console.print(table)
-    if report.onnxruntime is None:
-        console.print(
-            "Without operators for ONNX Runtime: its header onnxruntime_c_api.h was not found; give its folder by "
-            "--onnxruntime-include.",
-            highlight=False,
-            soft_wrap=True,
-        )
+    for face, headers in ((build.ONNXRUNTIME, report.onnxruntime), (build.TENSORRT, report.tensorrt)):
+        if headers is None:
+            console.print(
+                f"Without ops for {face.framework}: its header {face.header} was not found; give its folder by "
+                f"{face.option}.",
+                highlight=False,
+                soft_wrap=True,
+            )
     arches = ", ".join(f"sm_{arch}" for arch in report.arches)
     console.print(f"{report.library} for {arches}, {report.seconds:.0f} s", highlight=False, soft_wrap=True)

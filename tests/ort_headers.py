@@ -7,14 +7,14 @@ from pathlib import Path
 import debian
 
 from plugins.cache import cache_folder
-from plugins.native.build import find_onnxruntime
+from plugins.native.build import ONNXRUNTIME, find_headers
 
 SUITE, PACKAGE = "trixie", "libonnxruntime-dev"  # 85 KB; Debian 12 has none
 
 
 def find() -> Path:
     """The folder of onnxruntime_c_api.h. Raises debian.Unavailable."""
-    installed = find_onnxruntime()
+    installed = find_headers(ONNXRUNTIME)
     if installed is not None:
         return installed
     root = cache_folder() / "onnxruntime-headers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_the_library_exports_what_its_header_declares_and_opens_without_a_gpu(bu
     exported = {line.split()[-1] for line in symbols.stdout.splitlines()}
     declared = set(re.findall(r"^KVPACK_API [\w *]*?(kvpack_\w+)\(", HEADER, re.MULTILINE))
     assert len(declared) > 10 and declared <= exported
-    assert exported - declared <= {"RegisterCustomOps"}
+    assert exported - declared <= {"RegisterCustomOps", "getCreators", "setLoggerFinder"}
     library = Library(built.library)
     assert all(hasattr(library.handle, f"kvpack_{op}_attention") for op in OPS)
 
@@ -174,7 +175,8 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "CUDA_NVCC", str(tmp_path / "cuda" / "bin" / "nvcc"))
-    monkeypatch.setattr(build, "ORT_FOLDERS", (str(tmp_path / "headers"),))
+    for name in ("ONNXRUNTIME", "TENSORRT"):
+        monkeypatch.setattr(build, name, replace(getattr(build, name), folders=(str(tmp_path / "headers"),)))
     monkeypatch.setattr(build, "_packaged", lambda inside: iter(()))
     return tmp_path
 
@@ -211,25 +213,40 @@ def test_nvcc_is_looked_for_where_it_is_said_to_be_first(bare_machine: Path, mon
         build.find_nvcc()
 
 
-def test_the_headers_of_onnx_runtime_are_looked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    face = bare_machine / "src" / build.FACE
+@pytest.mark.parametrize("name", ["ONNXRUNTIME", "TENSORRT"])
+def test_the_headers_of_a_face_are_looked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    face = getattr(build, name)
     monkeypatch.setattr(build, "ROOT", bare_machine)
-    assert build.find_onnxruntime() is None
-    face.parent.mkdir()
-    face.touch()
-    assert build.find_onnxruntime() is None
+    assert build.find_headers(face) is None
+    (bare_machine / "src").mkdir()
+    (bare_machine / "src" / face.source).touch()
+    assert build.find_headers(face) is None
     release = bare_machine / "release"
-    (release / "include").mkdir(parents=True)
-    with pytest.raises(UserError, match="--onnxruntime-include .*release holds no onnxruntime_c_api.h"):
-        build.find_onnxruntime(release)
-    (release / "include" / build.ORT_HEADER).touch()
-    assert build.find_onnxruntime(release) == release / "include"
-    monkeypatch.setenv("ONNXRUNTIME_INCLUDE_DIR", str(release / "include"))
-    assert build.find_onnxruntime() == release / "include"
-    monkeypatch.delenv("ONNXRUNTIME_INCLUDE_DIR")
-    (bare_machine / "headers").mkdir()
-    (bare_machine / "headers" / build.ORT_HEADER).touch()
-    assert build.find_onnxruntime() == bare_machine / "headers"
+    with pytest.raises(UserError, match=f"{face.option} .*release holds no {face.header}"):
+        build.find_headers(face, release)
+    put_headers(face, release / "include")
+    assert build.find_headers(face, release) == release / "include"
+    monkeypatch.setenv(face.variable, str(release / "include"))
+    assert build.find_headers(face) == release / "include"
+    monkeypatch.delenv(face.variable)
+    put_headers(face, bare_machine / "headers")
+    assert build.find_headers(face) == bare_machine / "headers"
+
+
+def test_headers_of_a_tensorrt_without_aliased_plugins_are_not_used(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_headers(build.TENSORRT, bare_machine / "headers", "8", "6")
+    assert build.find_headers(build.TENSORRT) is None
+    with pytest.raises(UserError, match="is of a TensorRT before 10.3"):
+        build.find_headers(build.TENSORRT, bare_machine / "headers")
+
+
+def put_headers(face: build.Face, folder: Path, major: str = "10", minor: str = "14") -> None:
+    folder.mkdir(parents=True)
+    (folder / face.header).touch()
+    text = f"#define NV_TENSORRT_MAJOR {major} //!< major\n#define NV_TENSORRT_MINOR {minor}\n"
+    (folder / build.VERSION_HEADER).write_text(text)
 
 
 @pytest.mark.parametrize(

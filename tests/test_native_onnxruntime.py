@@ -58,7 +58,7 @@ def build(real_dense: bool = False) -> Path:
         pytest.skip(str(error))
     sources = [ROOT / "src" / "onnxruntime.cc", Path(__file__).parent / "recorder.cc"]
     kernels = [emulated().path] if real_dense else []
-    parts = [*sources, *(ROOT / "src").glob("ort*.h"), ROOT / "kvpack.h"]
+    parts = [*sources, *(ROOT / "src").glob("*.h"), ROOT / "kvpack.h"]
     digest = hashlib.sha256(b"".join([*(p.read_bytes() for p in parts), str(kernels).encode()])).hexdigest()[:16]
     out = cache_folder() / "emulated" / f"libort-{digest}.so"
     if not out.is_file():

@@ -97,7 +97,7 @@ def test_build_compiles_for_the_gpus_there_are_and_else_for_the_common_ones(
             build.Kernel("a.cu", "f<half, 64>", 80, 40, 0, 0, 0, 16),
             build.Kernel("a.cu", "f<half, 96>", 80, 60, 4, 8, 0, 32),
         )
-        return build.BuildReport(out, Path("nvcc"), "13.0", tuple(arches), None, kernels, 1.0)
+        return build.BuildReport(out, Path("nvcc"), "13.0", tuple(arches), None, None, kernels, 1.0)
 
     monkeypatch.setattr(build, "compile", compile)
     monkeypatch.setattr(build, "native_arches", lambda: ())
@@ -106,7 +106,8 @@ def test_build_compiles_for_the_gpus_there_are_and_else_for_the_common_ones(
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if "sm_80" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["a.cu", "sm_80", "f", "2", "60", "12", "32"]
-    assert "Without operators for ONNX Runtime" in printed and str(out) in printed.replace("\n", "")
+    assert "Without ops for ONNX Runtime" in printed and "Without ops for TensorRT" in printed
+    assert str(out) in printed.replace("\n", "")
     monkeypatch.setattr(build, "native_arches", lambda: (86,))
     assert cli.main(["build", "--out", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

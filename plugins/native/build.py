@@ -1,4 +1,4 @@
-"""Compiling the native library: nvcc over src/*.cu, ONNX Runtime's face in src/onnxruntime.cc, one shared library.
+"""Compiling the native library: nvcc over src/*.cu, the faces for ONNX Runtime and TensorRT, one shared library.
 
 Per kernel, what ptxas says it needs of a multiprocessor comes back as a `Kernel`.
 """
@@ -24,16 +24,47 @@ ROOT = Path(__file__).parent
 COMMON_ARCHES = (80, 90)  # what is compiled for where there is no GPU to ask
 FLAGS = ("-std=c++17", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 CUDA_NVCC = "/usr/local/cuda/bin/nvcc"
-FACE = "onnxruntime.cc"
-ORT_HEADER = "onnxruntime_c_api.h"
-ORT_FOLDERS = (
-    "/usr/include/onnxruntime",
-    "/usr/include/onnxruntime/core/session",
-    "/usr/local/include/onnxruntime",
-    "/usr/local/include/onnxruntime/core/session",
-    "/usr/local/include",
-    "/usr/include",
+
+
+@dataclass(frozen=True)
+class Face:
+    """The ops for one framework, compiled in where its headers are.
+
+    framework: its name. source: in src/. header: what shows the folder of the headers. option, variable: what name that
+    folder. folders: where it is looked for. inside: below each of them and below what was named, too. least: the oldest
+    version that will do, by VERSION_HEADER; () where any does.
+    """
+
+    framework: str
+    source: str
+    header: str
+    option: str
+    variable: str
+    folders: tuple[str, ...]
+    inside: tuple[str, ...] = ("",)
+    least: tuple[int, ...] = ()
+
+
+ONNXRUNTIME = Face(
+    "ONNX Runtime",
+    "onnxruntime.cc",
+    "onnxruntime_c_api.h",
+    "--onnxruntime-include",
+    "ONNXRUNTIME_INCLUDE_DIR",
+    ("/usr/include", "/usr/local/include"),
+    ("", "onnxruntime", "include", "core/session", "onnxruntime/core/session"),
 )
+TENSORRT = Face(
+    "TensorRT",
+    "tensorrt.cc",
+    "NvInferRuntime.h",
+    "--tensorrt-include",
+    "TENSORRT_INCLUDE_DIR",
+    ("/usr/include", "/usr/include/x86_64-linux-gnu", "/usr/local/include", "/usr/local/tensorrt"),
+    ("", "include"),
+    (10, 3),  # plugins whose outputs are aliases of inputs
+)
+VERSION_HEADER = "NvInferVersion.h"
 
 
 @dataclass(frozen=True)
@@ -58,14 +89,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """library: what was written; None when nothing was linked. onnxruntime: folder of the headers that its operators
-    were compiled with; None when the library has none."""
+    """library: what was written; None when nothing was linked. onnxruntime, tensorrt: folders of the headers that the
+    operators and plugins were compiled with; None when the library has none."""
 
     library: Path | None
     nvcc: Path
     version: str
     arches: tuple[int, ...]
     onnxruntime: Path | None
+    tensorrt: Path | None
     kernels: tuple[Kernel, ...]
     seconds: float
 
@@ -87,7 +119,8 @@ class BuildReport:
         }
 
     def _paths(self) -> dict[str, Path | None]:
-        return {"library": self.library, "nvcc": self.nvcc, "onnxruntime": self.onnxruntime}
+        faces = {"onnxruntime": self.onnxruntime, "tensorrt": self.tensorrt}
+        return {"library": self.library, "nvcc": self.nvcc, **faces}
 
 
 def sources() -> list[Path]:
@@ -101,14 +134,15 @@ def compile(
     files: Sequence[Path] | None = None,
     nvcc: str | Path | None = None,
     onnxruntime: str | Path | None = None,
+    tensorrt: str | Path | None = None,
     jobs: int | None = None,
     level: str = "-O3",
     done: Callable[[str], None] = lambda name: None,
 ) -> BuildReport:
     """Compile `files` (all by default) for `arches`, and link them to the library `out`; None: do not link.
 
-    nvcc, onnxruntime: see `find_nvcc` and `find_onnxruntime`. jobs: files compiled at a time. done is called with the
-    name of each piece of work that ended, `pieces` times in all. Raises UserError.
+    nvcc, onnxruntime, tensorrt: see `find_nvcc` and `find_headers`. jobs: files compiled at a time. done is called with
+    the name of each piece of work that ended, `pieces` times in all. Raises UserError.
     """
     started = time.monotonic()
     compiler = find_nvcc(nvcc)
@@ -116,13 +150,14 @@ def compile(
     if not chosen:
         raise UserError(f"there is nothing to compile in {ROOT / 'src'}: install kvpack again")
     _check_arches(compiler, arches)
-    headers = find_onnxruntime(onnxruntime) if out is not None else None
-    work = [*chosen, ROOT / "src" / FACE] if headers else chosen
+    faces = find_faces(onnxruntime, tensorrt) if out is not None else {}
+    headers = {ROOT / "src" / face.source: folder for face, folder in faces.items() if folder}
+    work = [*chosen, *headers]
     with tempfile.TemporaryDirectory(prefix="kvpack-build-") as folder:
         objects, kernels = [], []
         with ThreadPoolExecutor(max(1, jobs or len(os.sched_getaffinity(0)))) as pool:
             waiting = {
-                pool.submit(_compile_one, compiler, source, arches, Path(folder), level, headers): source
+                pool.submit(_compile_one, compiler, source, arches, Path(folder), level, headers.get(source)): source
                 for source in sorted(work, key=lambda path: -path.stat().st_size)  # the longest first
             }
             try:
@@ -139,12 +174,15 @@ def compile(
             done(out.name)
     kernels.sort(key=lambda kernel: (kernel.source, kernel.arch, kernel.name))
     seconds = time.monotonic() - started
-    return BuildReport(out, compiler, _version(compiler), tuple(arches), headers, tuple(kernels), seconds)
+    folders = [faces.get(face) for face in (ONNXRUNTIME, TENSORRT)]
+    return BuildReport(out, compiler, _version(compiler), tuple(arches), *folders, tuple(kernels), seconds)
 
 
-def pieces(out: Path | None, onnxruntime: str | Path | None) -> int:
+def pieces(out: Path | None, onnxruntime: str | Path | None = None, tensorrt: str | Path | None = None) -> int:
     """How often `compile` calls `done`."""
-    return len(sources()) + (0 if out is None else 1 + (find_onnxruntime(onnxruntime) is not None))
+    if out is None:
+        return len(sources())
+    return len(sources()) + 1 + sum(folder is not None for folder in find_faces(onnxruntime, tensorrt).values())
 
 
 # -- what is on the machine
@@ -192,26 +230,46 @@ def cuda_include() -> Path | None:
     return next((folder for folder in candidates if (folder / "cuda_fp16.h").is_file()), None)
 
 
-def find_onnxruntime(given: str | Path | None = None) -> Path | None:
-    """The folder of onnxruntime_c_api.h: the one given, ONNXRUNTIME_INCLUDE_DIR's or a system folder; None: nowhere.
+def find_faces(onnxruntime: str | Path | None, tensorrt: str | Path | None) -> dict[Face, Path | None]:
+    """Each face and its headers' folder, by `find_headers`."""
+    return {face: find_headers(face, given) for face, given in ((ONNXRUNTIME, onnxruntime), (TENSORRT, tensorrt))}
 
-    None also where this kvpack has no operators for ONNX Runtime. Raises UserError when it is not where it was said.
+
+def find_headers(face: Face, given: str | Path | None = None) -> Path | None:
+    """The folder of a face's headers: the one given, its variable's or a system folder; None: nowhere.
+
+    None also where this kvpack does not have the face. Raises UserError when it is not where it was said, or too old.
     """
-    if not (ROOT / "src" / FACE).is_file():
+    if not (ROOT / "src" / face.source).is_file():
         return None
-    for name, value in {
-        "--onnxruntime-include": given,
-        "ONNXRUNTIME_INCLUDE_DIR": os.environ.get("ONNXRUNTIME_INCLUDE_DIR"),
-    }.items():
+    for name, value in {face.option: given, face.variable: os.environ.get(face.variable)}.items():
         if value:
-            folder = Path(value)
-            for candidate in (folder, folder / "onnxruntime", folder / "include", folder / "core" / "session"):
-                if (candidate / ORT_HEADER).is_file():
-                    return candidate
+            for folder in _holders(face, value):
+                if not _new_enough(face, folder):
+                    least = ".".join(map(str, face.least))
+                    raise UserError(f"{name} {value} is of a {face.framework} before {least}: give a newer one's")
+                return folder
             raise UserError(
-                f"{name} {value} holds no {ORT_HEADER}: give the folder include/ of an ONNX Runtime release"
+                f"{name} {value} holds no {face.header}: give the folder include/ of a release of {face.framework}"
             )
-    return next((Path(folder) for folder in ORT_FOLDERS if (Path(folder) / ORT_HEADER).is_file()), None)
+    found = (folder for place in face.folders for folder in _holders(face, place) if _new_enough(face, folder))
+    return next(found, None)
+
+
+def _holders(face: Face, place: str | Path) -> Iterator[Path]:
+    """The folders of a place that have the face's header."""
+    yield from (folder for inner in face.inside if ((folder := Path(place) / inner) / face.header).is_file())
+
+
+def _new_enough(face: Face, folder: Path) -> bool:
+    if not face.least:
+        return True
+    try:
+        text = (folder / VERSION_HEADER).read_text(encoding="utf-8")
+    except OSError:
+        return False
+    found = dict(re.findall(r"#define (?:NV_TENSORRT|TRT)_(MAJOR|MINOR)\w* (\d+)", text))
+    return (int(found.get("MAJOR", 0)), int(found.get("MINOR", 0))) >= face.least
 
 
 def native_arches() -> tuple[int, ...]:
@@ -246,7 +304,7 @@ def _version(nvcc: Path) -> str:
 
 
 def _compile_one(
-    nvcc: Path, source: Path, arches: Sequence[int], folder: Path, level: str, onnxruntime: Path | None
+    nvcc: Path, source: Path, arches: Sequence[int], folder: Path, level: str, headers: Path | None
 ) -> tuple[Path, list[Kernel]]:
     """One source file to an object in `folder`, and the kernels in it."""
     out, kept = folder / f"{source.name}.o", folder / f"{source.name}.kept"
@@ -256,7 +314,7 @@ def _compile_one(
     targets[list(arches).index(newest)] = f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"
     if source.stem.endswith("_sm90") and 90 in arches:  # instructions that no other architecture has
         targets = ["-gencode=arch=compute_90a,code=sm_90a", "-DKVPACK_SM90A"]
-    include = [f"-I{ROOT}", f"-I{ROOT / 'src'}", *([f"-I{onnxruntime}"] if onnxruntime else [])]
+    include = [f"-I{ROOT}", f"-I{ROOT / 'src'}", *([f"-I{headers}"] if headers else [])]
     keep = ["--keep", "--keep-dir", kept] if source.suffix == ".cu" else []  # the PTX tells the launch bounds
     command = [nvcc, level, *FLAGS, *targets, *include, *keep, "-c", source, "-o", out]
     log = _run(command, f"{source.name} does not compile")

@@ -1,67 +1,34 @@
 // What the ops of onnxruntime.cc are written with: the device, what an op looks like, its attributes and tensors.
 #pragma once
 #define ORT_API_MANUAL_INIT
-#include "kvpack.h"
+#include "node.h"
 #include "onnxruntime_c_api.h"
-#ifndef KVPACK_EMULATE
-#include <cuda_runtime_api.h>
-#endif
 
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace kvpack::ort {
 
 constexpr uint32_t API_VERSION = 18;  // of ONNX Runtime 1.18, which brought what is used here
-constexpr int TILE_ROWS = 16;         // code rows of a tile
 inline const OrtApi *api = nullptr;
 
-using Type = ONNXTensorElementDataType;
-constexpr Type FLOAT = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr Type INT8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-constexpr Type INT16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
-constexpr Type INT32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr Type HALF = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-constexpr Type BFLOAT16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
-
-inline OrtStatus *failed(const char *sentence) { return api->CreateStatus(ORT_FAIL, sentence); }
-inline OrtStatus *checked(int code) { return code == KVPACK_OK ? nullptr : failed(kvpack_last_error()); }
+inline OrtStatus *failed(const std::string &sentence) { return api->CreateStatus(ORT_FAIL, sentence.c_str()); }
+inline OrtStatus *told(const std::string &sentence) { return sentence.empty() ? nullptr : failed(sentence); }
 
 #define KVPACK_TRY(call)                             \
   do {                                               \
     if (OrtStatus *status_ = (call)) return status_; \
   } while (0)
 
-// -- the device: the provider's GPU, or this CPU
-
 #ifdef KVPACK_EMULATE
 constexpr const char *PROVIDER = nullptr;  // the CPU's
 inline OrtStatus *stream_of(OrtKernelContext *, void **stream) { return *stream = nullptr, nullptr; }
-inline OrtStatus *copy(void *to, const void *from, size_t bytes, void *) {
-  return std::memcpy(to, from, bytes), nullptr;
-}
-inline OrtStatus *allocate(void **memory, size_t bytes) {
-  return *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256), nullptr;
-}
-inline void release(void *memory) { std::free(memory); }
-inline OrtStatus *finish(void *) { return nullptr; }
 #else
 constexpr const char *PROVIDER = "CUDAExecutionProvider";
-inline OrtStatus *cuda(cudaError_t error) { return error == cudaSuccess ? nullptr : failed(cudaGetErrorString(error)); }
 inline OrtStatus *stream_of(OrtKernelContext *context, void **stream) {
   return api->KernelContext_GetGPUComputeStream(context, stream);
 }
-inline OrtStatus *copy(void *to, const void *from, size_t bytes, void *stream) {
-  return cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
-}
-inline OrtStatus *allocate(void **memory, size_t bytes) { return cuda(cudaMalloc(memory, bytes)); }
-inline void release(void *memory) { cudaFree(memory); }
-inline OrtStatus *finish(void *stream) { return cuda(cudaStreamSynchronize(static_cast<cudaStream_t>(stream))); }
 #endif
 
 // Memory for the time of one launch, from the provider's arena in the order of the stream.
@@ -79,7 +46,7 @@ class Scratch {
     if (!bytes) return nullptr;
 #ifdef KVPACK_EMULATE
     (void)context, (void)neighbour;
-    return allocate(&data, bytes);
+    return told(allocate(&data, bytes));
 #else
     const OrtMemoryInfo *where;
     KVPACK_TRY(api->GetTensorMemoryInfo(neighbour, &where));
@@ -95,121 +62,73 @@ class Scratch {
 
 // -- what the ops look like
 
-struct Port {
-  std::string name;  // "" for one that only fills up the list
-  Type type;
-  bool optional = false;
-  bool host = false;  // lives in host memory
+inline ONNXTensorElementDataType element(Type type) {
+  switch (type) {
+    case Type::HALF: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+    case Type::BFLOAT16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    case Type::FLOAT: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    case Type::INT8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    case Type::INT16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
+    default: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+  }
+}
+
+// ONNX Runtime picks among the signatures of a name by the types of a node's inputs.
+struct Op : OrtCustomOp, Signature {
+  explicit Op(Signature signature);
+  int32_t dtype() const { return type == Type::HALF ? KVPACK_FP16 : KVPACK_BF16; }
 };
 
-enum class Kind { DENSE, VQKV, DELTAKV, INTKV, ADD_RMS_NORM, GATED_ACTIVATION };
+// -- attributes, as Node::visit names them
 
-// One signature of an op: ONNX Runtime picks among those of a name by the types of a node's inputs.
-struct Op : OrtCustomOp {
-  Kind kind;
-  std::string name;
-  Type type;
-  std::vector<Port> inputs, outputs;
-  std::vector<std::string> states;
+struct Reader {
+  const OrtKernelInfo *info;
+  OrtStatus *status = nullptr;  // of the first that is wrong
 
-  Op(Kind kind, const char *name, Type type);
-  void add(std::initializer_list<const char *> names, Type type, bool optional = false) {
-    for (const char *each : names) inputs.push_back({each, type, optional});
+  void operator()(const char *name, int32_t &value) { keep(number(name, value)); }
+  void operator()(const char *name, float &value) { keep(api->KernelInfoGetAttribute_float(info, name, &value)); }
+  void operator()(const char *name, int32_t &value, const Names &names) { keep(word(name, value, names)); }
+  void operator()(const char *name, int32_t *list, size_t most, int32_t &count) {
+    keep(numbers(name, list, most, count));
   }
-  void add_states(std::initializer_list<const char *> names, Type type, bool optional = false) {
-    add(names, type, optional);
-    for (const char *each : names) {
-      states.push_back(each);
-      outputs.push_back({std::string(each) + "_out", type, optional});
-    }
-  }
-  void add_host(const char *each, bool optional = false) { inputs.push_back({each, INT32, optional, true}); }
-  int32_t dtype() const { return type == HALF ? KVPACK_FP16 : KVPACK_BF16; }
-  int input(const char *wanted) const { return find(inputs, wanted); }
-  int output(const char *wanted) const { return find(outputs, wanted); }
 
  private:
-  static int find(const std::vector<Port> &ports, const std::string &wanted) {
-    for (size_t n = 0; n < ports.size(); ++n)
-      if (ports[n].name == wanted) return static_cast<int>(n);
-    return -1;
+  void keep(OrtStatus *found) {
+    if (!status) status = found;
+    else if (found) api->ReleaseStatus(found);
+  }
+  OrtStatus *number(const char *name, int32_t &value) {
+    int64_t found;
+    KVPACK_TRY(api->KernelInfoGetAttribute_int64(info, name, &found));
+    return value = static_cast<int32_t>(found), nullptr;
+  }
+  OrtStatus *word(const char *name, int32_t &value, const Names &names) {
+    size_t size = 0;
+    KVPACK_TRY(api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
+    std::string found(size, 0);
+    KVPACK_TRY(api->KernelInfoGetAttribute_string(info, name, found.data(), &size));
+    for (size_t n = 0; n < names.size(); ++n)
+      if (!std::strcmp(found.c_str(), names[n])) return value = static_cast<int32_t>(n), nullptr;
+    return failed("kvpack does not know the " + std::string(name) + " " + found.c_str());
+  }
+  OrtStatus *numbers(const char *name, int32_t *list, size_t most, int32_t &count) {
+    size_t size = 0;
+    KVPACK_TRY(api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &size));
+    if (size > most) return failed(std::string(name) + " has more entries than the native kernels take");
+    std::vector<int64_t> found(size);
+    if (size) KVPACK_TRY(api->KernelInfoGetAttributeArray_int64(info, name, found.data(), &size));
+    for (size_t n = 0; n < size; ++n) list[n] = static_cast<int32_t>(found[n]);
+    return count = static_cast<int32_t>(size), nullptr;
   }
 };
 
-// -- attributes
-
-inline OrtStatus *read(const OrtKernelInfo *info, const char *name, int32_t &value) {
-  int64_t found;
-  KVPACK_TRY(api->KernelInfoGetAttribute_int64(info, name, &found));
-  value = static_cast<int32_t>(found);
-  return nullptr;
-}
-
-inline OrtStatus *read(const OrtKernelInfo *info, const char *name, float &value) {
-  return api->KernelInfoGetAttribute_float(info, name, &value);
-}
-
-inline OrtStatus *read(const OrtKernelInfo *info, const char *name, std::string &value) {
-  size_t size = 0;
-  KVPACK_TRY(api->KernelInfoGetAttribute_string(info, name, nullptr, &size));
-  value.resize(size);
-  KVPACK_TRY(api->KernelInfoGetAttribute_string(info, name, value.data(), &size));
-  value.resize(std::strlen(value.c_str()));
-  return nullptr;
-}
-
-template <int MOST>
-OrtStatus *read(const OrtKernelInfo *info, const char *name, int32_t (&list)[MOST], int32_t &count) {
-  size_t size = 0;
-  KVPACK_TRY(api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &size));
-  if (size > MOST) return failed((std::string(name) + " has more entries than the native kernels take").c_str());
-  std::vector<int64_t> found(size);
-  if (size) KVPACK_TRY(api->KernelInfoGetAttributeArray_int64(info, name, found.data(), &size));
-  for (size_t n = 0; n < size; ++n) list[n] = static_cast<int32_t>(found[n]);
-  count = static_cast<int32_t>(size);
-  return nullptr;
-}
-
-inline OrtStatus *read(const OrtKernelInfo *info, const char *name, const char *yes, int32_t &value) {
-  std::string found;
-  KVPACK_TRY(read(info, name, found));
-  value = found == yes;
-  return nullptr;
-}
-
-template <class V, class... Rest>
-OrtStatus *read_all(const OrtKernelInfo *info, const char *name, V &value, Rest &&...rest) {
-  KVPACK_TRY(read(info, name, value));
-  if constexpr (sizeof...(rest) > 0) return read_all(info, std::forward<Rest>(rest)...);
-  return nullptr;
-}
-
-inline OrtStatus *read(const OrtKernelInfo *info, kvpack_layer &layer) {
-  return read_all(info, "num_heads", layer.num_heads, "num_kv_heads", layer.num_kv_heads, "head_dim", layer.head_dim,
-                  "rotary_dim", layer.rotary_dim, "sliding_window", layer.sliding_window, "scale", layer.scale,
-                  "softcap", layer.softcap);
-}
-
-inline OrtStatus *read(const OrtKernelInfo *info, kvpack_geometry &geometry) {
-  return read_all(info, "sinks", geometry.sinks, "window", geometry.window, "block", geometry.block);
+inline OrtStatus *read(const OrtKernelInfo *info, Node &node) {
+  Reader reader{info};
+  const std::string sentence = node.visit(reader);
+  return reader.status ? reader.status : told(sentence);
 }
 
 // -- the tensors of a step
-
-struct Tensor {
-  const OrtValue *value = nullptr;
-  void *data = nullptr;
-  std::vector<int64_t> dims;
-  size_t bytes = 0;
-  int32_t dim(size_t axis) const { return axis < dims.size() ? static_cast<int32_t>(dims[axis]) : 0; }
-  int64_t rows() const {  // of the last dimension
-    int64_t count = 1;
-    for (size_t n = 0; n + 1 < dims.size(); ++n) count *= dims[n];
-    return count;
-  }
-};
-
-inline size_t size_of(Type type) { return type == INT8 ? 1 : type == FLOAT || type == INT32 ? 4 : 2; }
 
 class Tensors {
  public:
@@ -220,12 +139,14 @@ class Tensors {
     size_t given = 0;
     KVPACK_TRY(api->KernelContext_GetInputCount(context_, &given));
     inputs_.resize(op_.inputs.size());
+    values_.resize(op_.inputs.size());
     for (size_t n = 0; n < given && n < inputs_.size(); ++n) {
       const OrtValue *value = nullptr;
       KVPACK_TRY(api->KernelContext_GetInput(context_, n, &value));
       if (!value) continue;
       Tensor &tensor = inputs_[n];
-      tensor.value = value;
+      tensor.given = true;
+      values_[n] = value;
       OrtTensorTypeAndShapeInfo *shape;
       KVPACK_TRY(api->GetTensorTypeAndShape(value, &shape));
       size_t rank = 0;
@@ -234,8 +155,6 @@ class Tensors {
       if (!status) status = api->GetDimensions(shape, tensor.dims.data(), rank);
       api->ReleaseTensorTypeAndShapeInfo(shape);
       if (status) return status;
-      tensor.bytes = size_of(op_.inputs[n].type);
-      for (int64_t dim : tensor.dims) tensor.bytes *= static_cast<size_t>(dim);
       KVPACK_TRY(api->GetTensorMutableData(const_cast<OrtValue *>(value), &tensor.data));
     }
     return nullptr;
@@ -248,6 +167,8 @@ class Tensors {
     return n < 0 ? none : inputs_[n];
   }
 
+  const OrtValue *value(const char *name) const { return values_[op_.input(name)]; }
+
   OrtStatus *output(const char *name, const std::vector<int64_t> &dims, void **data) {
     OrtValue *value = nullptr;
     *data = nullptr;
@@ -258,12 +179,13 @@ class Tensors {
   // Makes each state's address that of its output, with the content of its input.
   OrtStatus *renew_states(void *stream) {
     for (const std::string &name : op_.states) {
-      Tensor &state = inputs_[op_.input(name.c_str())];
-      if (!state.value) continue;
+      const int at = op_.input(name);
+      Tensor &state = inputs_[at];
+      if (!state.given) continue;
       void *out;
       KVPACK_TRY(output((name + "_out").c_str(), state.dims, &out));
       if (!out || out == state.data) continue;
-      KVPACK_TRY(copy(out, state.data, state.bytes, stream));
+      KVPACK_TRY(told(copy(out, state.data, state.bytes(op_.inputs[at].type), stream)));
       state.data = out;
     }
     return nullptr;
@@ -273,8 +195,7 @@ class Tensors {
   const Op &op_;
   OrtKernelContext *context_;
   std::vector<Tensor> inputs_;
+  std::vector<const OrtValue *> values_;
 };
-
-template <class V> void point(V *&field, const Tensor &tensor) { field = static_cast<V *>(tensor.data); }
 
 }  // namespace kvpack::ort

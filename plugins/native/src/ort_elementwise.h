@@ -6,10 +6,10 @@ namespace kvpack::ort {
 
 struct AddRMSNormalization {
   const Op &op;
-  float epsilon = 0;
+  Node node;
 
-  explicit AddRMSNormalization(const Op &op) : op(op) {}
-  OrtStatus *configure(const OrtKernelInfo *info) { return read(info, "epsilon", epsilon); }
+  explicit AddRMSNormalization(const Op &op) : op(op), node(op.kind) {}
+  OrtStatus *configure(const OrtKernelInfo *info) { return read(info, node); }
   OrtStatus *compute(OrtKernelContext *context) {
     Tensors tensors(op, context);
     KVPACK_TRY(tensors.load());
@@ -21,23 +21,17 @@ struct AddRMSNormalization {
       return failed("AddRMSNormalization takes x and y of one shape and a weight of their last dimension");
     KVPACK_TRY(tensors.output("sum", x.dims, &sum));
     KVPACK_TRY(tensors.output("out", x.dims, &out));
-    return checked(kvpack_add_rms_norm(op.dtype(), x.rows(), columns, epsilon, x.data, y.data, weight.data, sum, out,
-                                       stream));
+    return told(checked(kvpack_add_rms_norm(op.dtype(), x.rows(), columns, node.epsilon, x.data, y.data, weight.data,
+                                            sum, out, stream)));
   }
 };
 
 struct GatedActivation {
   const Op &op;
-  int32_t activation = 0;
+  Node node;
 
-  explicit GatedActivation(const Op &op) : op(op) {}
-  OrtStatus *configure(const OrtKernelInfo *info) {
-    std::string name;
-    KVPACK_TRY(read(info, "activation", name));
-    const char *const names[] = {"silu", "gelu_tanh", "gelu"};  // in the order of kvpack.h
-    while (activation < 3 && name != names[activation]) ++activation;
-    return activation < 3 ? nullptr : failed(("GatedActivation does not know the activation " + name).c_str());
-  }
+  explicit GatedActivation(const Op &op) : op(op), node(op.kind) {}
+  OrtStatus *configure(const OrtKernelInfo *info) { return read(info, node); }
   OrtStatus *compute(OrtKernelContext *context) {
     Tensors tensors(op, context);
     KVPACK_TRY(tensors.load());
@@ -50,7 +44,7 @@ struct GatedActivation {
     dims.back() /= 2;
     KVPACK_TRY(tensors.output("out", dims, &out));
     const int32_t columns = static_cast<int32_t>(dims.back());
-    return checked(kvpack_gated_activation(op.dtype(), activation, x.rows(), columns, x.data, out, stream));
+    return told(checked(kvpack_gated_activation(op.dtype(), node.activation, x.rows(), columns, x.data, out, stream)));
   }
 };
 

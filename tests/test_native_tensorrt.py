@@ -1,0 +1,426 @@
+"""The TensorRT plugins, without TensorRT: driven by tests/trt_harness.cc, their kernels run by the CPU emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_native_deltakv as deltakv
+import test_native_dense as dense
+import test_native_intkv as intkv
+import test_native_vqkv as vqkv
+import torch
+import trt_headers
+from native import ROOT, digest, emulated, follow, relative
+
+from plugins.geometry import Geometry
+from plugins.layer import LayerSpec
+from plugins.native.abi import Library
+from plugins.native.build import cuda_include
+from plugins.native.layer import NativeLayer
+
+FLOAT, HALF, INT8, INT32, BF16, INT64 = 0, 1, 2, 3, 7, 8  # nvinfer1::DataType
+TYPES = {torch.float32: FLOAT, torch.float16: HALF, torch.int8: INT8, torch.int32: INT32, torch.bfloat16: BF16}
+FIELD_FLOAT, FIELD_INT, FIELD_CHAR = 1, 5, 6  # nvinfer1::PluginFieldType
+SHAPE_INPUTS = ("live", "select_width")
+
+
+class Field(ctypes.Structure):
+    """nvinfer1::PluginField."""
+
+    _fields_ = (("name", c_char_p), ("data", c_void_p), ("type", c_int32), ("length", c_int32))
+
+
+class Given(ctypes.Structure):
+    """A tensor as the harness takes it."""
+
+    _fields_ = (("rank", c_int32), ("type", c_int32), ("dims", c_int64 * 8), ("data", c_void_p))
+
+
+def compiled(*extra: str, program: bool = False) -> Path:
+    """The plugins and the harness, over the emulated kernels."""
+    try:
+        headers = trt_headers.find()
+    except trt_headers.Unavailable as error:
+        pytest.skip(str(error))
+    kernels, include = emulated().path, cuda_include()
+    sources = [ROOT / "src" / "tensorrt.cc", Path(__file__).parent / "trt_harness.cc"]
+    name = f"{'fuzz' if program else 'libtrt'}-{digest([*sources, *ROOT.glob('src/*.h'), ROOT / 'kvpack.h'])}"
+    out = kernels.parent / f"{name}-{kernels.stem[-8:]}{'' if program else '.so'}"
+    if not out.is_file():
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-DKVPACK_EMULATE"]
+        flags += [f"-I{ROOT}", "-isystem", str(headers), "-isystem", str(include), *([] if program else ["-shared"])]
+        with tempfile.TemporaryDirectory(dir=out.parent) as work:
+            command = ["g++", *flags, *extra, *sources, kernels, f"-Wl,-rpath,{out.parent}", "-o", f"{work}/out"]
+            subprocess.run(command, check=True)
+            os.replace(f"{work}/out", out)
+    return out
+
+
+class Harness:
+    """The creators by name."""
+
+    def __init__(self, path: Path) -> None:
+        handle = self.handle = ctypes.CDLL(str(path))
+        for name in ("creator", "create", "clone", "restored", "attach", "field_names"):
+            getattr(handle, f"trt_{name}").restype = c_void_p
+        for name in ("name", "namespace", "said"):
+            getattr(handle, f"trt_{name}").restype = c_char_p
+        handle.trt_workspace.restype = c_int64
+        creators = [c_void_p(handle.trt_creator(n)) for n in range(handle.trt_count())]
+        self.creators = {handle.trt_name(each).decode(): each for each in creators}
+
+    def create(self, op: str, fields: list[Field]) -> int | None:
+        return self.handle.trt_create(self.creators[op], (Field * len(fields))(*fields), len(fields))
+
+    def said(self) -> str:
+        return self.handle.trt_said().decode()
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return emulated()
+
+
+@pytest.fixture(scope="module")
+def harness() -> Harness:
+    return Harness(compiled())
+
+
+def field(name: str, value: Any) -> Field:
+    """As TensorRT's parser makes it of a node's attribute."""
+    if isinstance(value, str):
+        made = Field(name.encode(), None, FIELD_CHAR, len(value))
+        kept = ctypes.create_string_buffer(value.encode())
+    elif isinstance(value, float):
+        made, kept = Field(name.encode(), None, FIELD_FLOAT, 1), ctypes.c_float(value)
+    else:
+        numbers = list(value) if isinstance(value, tuple) else [value]
+        made, kept = Field(name.encode(), None, FIELD_INT, len(numbers)), (c_int32 * len(numbers))(*numbers)
+    made.kept, made.data = kept, ctypes.addressof(kept)
+    return made
+
+
+def given(tensor: torch.Tensor | None) -> Given:
+    if tensor is None:
+        return Given(-1, 77)
+    carried = tensor.view(torch.int8) if tensor.dtype == torch.int16 else tensor
+    dims = (c_int64 * 8)(*carried.shape)
+    return Given(carried.dim(), TYPES[carried.dtype], dims, carried.data_ptr())
+
+
+class Plugin:
+    """A layer's steps by its plugin: takes the place of `NativeLayer.launch`.
+
+    in_place: whether states' outputs lie where the inputs do. described: of the last step, each output's type and shape
+    as the plugin said them, and the input it is an alias of.
+    """
+
+    def __init__(self, harness: Harness, layer: NativeLayer, in_place: bool = True) -> None:
+        self.harness, self.layer, self.in_place, handle = harness, layer, in_place, harness.handle
+        creator = harness.creators[layer.plan.op]
+        made = harness.create(layer.plan.op, [field(*each) for each in layer.plan.attributes.items()])
+        assert made, harness.said()
+        copied = handle.trt_clone(c_void_p(made))
+        handle.trt_delete(c_void_p(made))
+        restored = handle.trt_restored(c_void_p(copied), creator)  # what a plan holds is enough
+        handle.trt_delete(c_void_p(copied))
+        self.plugin = c_void_p(restored)
+        self.context = c_void_p(handle.trt_attach(self.plugin))
+
+    def __del__(self) -> None:
+        for each in (self.plugin, self.context):
+            self.harness.handle.trt_delete(each)
+
+    def tensors(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, feeds: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor | None]:
+        layer = self.layer
+        cos, sin = layer.rope or (None, None)
+        known = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin} | layer.states | layer.tables | dict(feeds)
+        return {name: known[name] for name in layer.plan.inputs if name not in SHAPE_INPUTS}
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, out: torch.Tensor, feeds: Any
+    ) -> None:
+        layer, handle = self.layer, self.harness.handle
+        tensors = self.tensors(q, k, v, feeds)
+        inputs = (Given * len(tensors))(*map(given, tensors.values()))
+        names = layer.plan.outputs
+        outputs, aliases = (Given * len(names))(), (c_int32 * len(names))()
+        numbers = (c_int64 * 2)(int(feeds["live"]), int(feeds.get("select_width", 0)))
+        shapes = 1 + ("select_width" in layer.plan.inputs)
+        count = handle.trt_describe(self.plugin, inputs, len(inputs), numbers, shapes, outputs, aliases)
+        assert count == len(names), self.harness.said()
+        results = {"out": out}
+        for name in layer.states:
+            state = layer.states[name]
+            results[f"{name}_out"] = state if self.in_place else torch.empty_like(state)
+        if "selected" in names:
+            results["selected"] = torch.full((layer.batch, feeds["select_width"]), -1, dtype=torch.int32)
+        self.described = {}
+        for name, output, alias in zip(names, outputs, aliases, strict=True):
+            said = output.type, tuple(output.dims[: output.rank])
+            wanted = given(results[name])
+            assert said == (wanted.type, tuple(wanted.dims[: wanted.rank])), name
+            output.data = results[name].data_ptr()
+            self.described[name] = None if alias < 0 else list(tensors)[alias]
+        self.inputs, self.outputs = inputs, outputs
+        self.index = list(tensors).index("index") if "index" in tensors else -1
+        size = handle.trt_workspace(self.plugin, inputs, len(inputs), outputs, len(outputs))
+        assert size >= 0, self.harness.said()
+        workspace = torch.full((size + 1,), 77, dtype=torch.int8)
+        code = handle.trt_enqueue(
+            *(self.context, inputs, len(inputs), outputs, len(outputs)), c_void_p(workspace.data_ptr())
+        )
+        assert code == 0, self.harness.said()
+        assert workspace[-1] == 77
+        layer.states = {name: results[f"{name}_out"] for name in layer.states}
+        layer.selected = results.get("selected")
+
+
+def packed(layer: NativeLayer, count: int, seed: int) -> torch.Tensor:
+    spec = layer.spec
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    drawn = torch.randn(layer.batch, count, width, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(layer.dtype)
+
+
+OBSERVED = Geometry(sinks=2, window=8, block=16)
+
+
+def dense_layer(library: Library, spec: LayerSpec, observes: Geometry | None = None, dtype: Any = torch.float16) -> Any:
+    layer = dense.Bench(library, spec, dtype, [0, 0], 128, observes).layer
+    for state in layer.states.values():
+        state.zero_()
+    return layer
+
+
+LAYERS: dict[str, Callable[[Library], NativeLayer]] = {
+    "dense": lambda library: dense_layer(library, dense.spec(64, 2, 3), dtype=torch.bfloat16),
+    "dense, no RoPE": lambda library: dense_layer(library, dense.spec(64, 1, 1, rotary=0)),
+    "dense, sliding window": lambda library: dense_layer(library, dense.spec(64, 1, 2, window=40)),
+    "dense, observing": lambda library: dense_layer(library, dense.spec(64, 2, 2), OBSERVED),
+    "vqkv": lambda library: vqkv.Case().native(library, 2),
+    "vqkv, shared tables, no RoPE": lambda library: vqkv.CASES["no rope, shared tables"].native(library, 2),
+    "deltakv": lambda library: deltakv.pair(library, torch.float16).native,
+    "deltakv, 16 bits": lambda library: deltakv.pair(library, torch.bfloat16, latents="40x16", rotary_dim=0).native,
+    "deltakv, wide indices": lambda library: deltakv.pair(library, torch.float16, limit=1 << 18).native,
+    "deltakv, swiglu, selecting": lambda library: (
+        deltakv.pair(library, torch.float16, compressor="swiglu", hidden=72, select_count=16).native
+    ),
+    "intkv": lambda library: intkv.Case().native(library, 2),
+    "intkv, scales along tokens": lambda library: intkv.Case(config=intkv.KIVI | {"block": 32}).native(library, 2),
+}
+NEW = [[40, 23], [1, 1], [9, 14], [1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_plugin_computes_what_the_library_does(harness: Harness, library: Library, name: str) -> None:
+    wanted, found = LAYERS[name](library), LAYERS[name](library)
+    plugin = found.launch = Plugin(harness, found)
+    for seed, new in enumerate(NEW):
+        q = packed(found, max(new), seed)
+        assert torch.equal(found.step(q, new=new), wanted.step(q, new=new))
+        for state, tensor in wanted.states.items():
+            last = tensor.shape[2] - (found.spec.window == 0)  # but the trash row
+            assert torch.equal(found.states[state][:, :, :last], tensor[:, :, :last]), state
+        if "selected" in found.plan.outputs:
+            assert torch.equal(found.selected, wanted.selected)
+        states = {f"{state}_out": state for state in found.states}
+        assert plugin.described == {output: states.get(output) for output in found.plan.outputs}
+
+
+def test_a_plugin_equals_the_dense_reference(harness: Harness, library: Library) -> None:
+    layer, dtype, lengths = dense.DECODE["head-96"]
+    bench = dense.Bench(library, layer, dtype, [*lengths, 40], capacity=320)
+    bench.layer.launch = Plugin(harness, bench.layer)
+    bench.check([1] * len(lengths) + [0], 1)
+    bench.check([20, 3, 0, 1], 20)
+
+
+def test_a_plugin_equals_the_vqkv_reference(harness: Harness, library: Library) -> None:
+    case = vqkv.Case(dtype=torch.bfloat16)
+    native, references = case.native(library, 2), [case.reference() for _ in range(2)]
+    native.launch = Plugin(harness, native)
+    worst = follow(
+        *(native, references, [[60, 33], [1, 1], [21, 40], [1, 1]]),
+        lambda length, generator: case.tokens(2, length, generator),
+        lambda member: vqkv.codes_of(native, case, member),
+    )
+    assert worst < vqkv.BARS[case.dtype]
+
+
+@pytest.mark.parametrize("name", ["dense", "vqkv", "deltakv", "intkv"])
+def test_a_state_of_its_own_address_is_copied_and_q_k_and_v_may_lie_apart(
+    harness: Harness, library: Library, name: str
+) -> None:
+    wanted, found = LAYERS[name](library), LAYERS[name](library)
+    found.launch = Plugin(harness, found, in_place=False)
+    heads = [found.spec.num_heads * found.spec.head_dim] + [found.spec.num_kv_heads * found.spec.head_dim] * 2
+    for seed, count in enumerate((30, 1)):
+        before = dict(found.states)
+        old = {state: tensor.clone() for state, tensor in before.items()}
+        apart = [x.contiguous() for x in packed(found, count, seed).split(heads, dim=-1)]
+        assert torch.equal(found.step(*apart), wanted.step(*apart))
+        for state, tensor in before.items():
+            assert found.states[state] is not tensor and torch.equal(tensor, old[state])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_types_and_formats_that_a_plugin_takes(harness: Harness, library: Library, name: str) -> None:
+    layer = LAYERS[name](library)
+    plugin = layer.launch = Plugin(harness, layer)
+    layer.step(packed(layer, 2, 0))
+    inputs, outputs = plugin.inputs, plugin.outputs
+
+    def supported(at: int, linear: int = 1) -> bool:
+        rest = inputs, len(inputs), outputs, len(outputs)
+        return bool(harness.handle.trt_supports(plugin.plugin, at, linear, *rest))
+
+    for at, tensor in enumerate([*inputs, *outputs]):
+        assert supported(at)
+        if tensor.rank < 0:  # a null input
+            continue
+        assert not supported(at, linear=0)
+        right = tensor.type
+        free = {HALF, BF16} if at == 0 else {INT8, INT32} if at == plugin.index else {right}
+        for other in (FLOAT, HALF, INT8, INT32, BF16, INT64):
+            tensor.type = other
+            assert supported(at) == (other in free), (at, other)
+        tensor.type = right
+
+
+ELEMENTWISE = {"AddRMSNormalization": {"epsilon": 0.25}, "GatedActivation": {"activation": "gelu_tanh"}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_lies_between_attentions(harness: Harness, dtype: torch.dtype) -> None:
+    x, y, weight = (torch.randn(*shape).to(dtype) for shape in ((2, 3, 64), (2, 3, 64), (64,)))
+    total, normed = run_elementwise(harness, "AddRMSNormalization", [x, y, weight], [(2, 3, 64)] * 2)
+    assert torch.equal(total, x + y)
+    wide = total.float()
+    wanted = (wide / (wide.square().mean(-1, keepdim=True) + 0.25).sqrt()).to(dtype) * weight
+    assert relative(normed, wanted) < 1e-2
+    (gated,) = run_elementwise(harness, "GatedActivation", [x], [(2, 3, 32)])
+    gate, up = x.float().chunk(2, dim=-1)
+    wanted = torch.nn.functional.gelu(gate, approximate="tanh").to(dtype) * up.to(dtype)
+    assert relative(gated, wanted) < 1e-2
+
+
+def run_elementwise(
+    harness: Harness, op: str, tensors: list[torch.Tensor], shapes: list[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    handle = harness.handle
+    plugin = c_void_p(harness.create(op, [field(*each) for each in ELEMENTWISE[op].items()]))
+    inputs, outputs = (Given * len(tensors))(*map(given, tensors)), (Given * len(shapes))()
+    count = handle.trt_describe(plugin, inputs, len(inputs), None, 0, outputs, (c_int32 * len(shapes))())
+    assert count == len(shapes)
+    assert [tuple(output.dims[: output.rank]) for output in outputs] == shapes
+    assert {output.type for output in outputs} == {TYPES[tensors[0].dtype]}
+    results = [torch.empty(shape, dtype=tensors[0].dtype) for shape in shapes]
+    for output, result in zip(outputs, results, strict=True):
+        output.data = result.data_ptr()
+    rest = inputs, len(inputs), outputs, len(outputs)
+    assert handle.trt_workspace(plugin, *rest) == 0
+    assert handle.trt_enqueue(plugin, *rest, None) == 0
+    handle.trt_delete(plugin)
+    return results
+
+
+# -- what must be refused
+
+
+def test_the_creators_tell_the_attributes_of_their_ops(harness: Harness, library: Library) -> None:
+    plans = [make(library).plan for make in LAYERS.values()]
+    wanted = {plan.op: plan.attributes for plan in plans} | ELEMENTWISE
+    assert set(harness.creators) == set(wanted)
+    kinds = {int: FIELD_INT, tuple: FIELD_INT, float: FIELD_FLOAT, str: FIELD_CHAR}
+    for op, creator in harness.creators.items():
+        assert harness.handle.trt_namespace(creator) == b"kvpack"
+        count = c_int32()
+        fields = ctypes.cast(harness.handle.trt_field_names(creator, byref(count)), POINTER(Field))
+        told = {fields[n].name.decode(): fields[n].type for n in range(count.value)}
+        assert told == {name: kinds[type(value)] for name, value in wanted[op].items()}
+
+
+def test_fields_that_are_not_the_ops_are_refused_with_a_reason(harness: Harness, library: Library) -> None:
+    attributes = LAYERS["vqkv"](library).plan.attributes
+
+    def reason(fields: list[Field]) -> str:
+        assert harness.create("VQKVAttention", fields) is None
+        return harness.said()
+
+    def changed(which: str, **changes: Any) -> list[Field]:
+        fields = {key: field(key, value) for key, value in attributes.items()}
+        for key, value in changes.items():
+            setattr(fields[which], key, value)
+        return list(fields.values())
+
+    all_of = changed("sets")
+    assert reason([]) == "kvpack: the field num_heads is missing"
+    assert "are fields that the op does not have, or twice" in reason([*all_of, field("more", 1)])
+    assert "are fields that the op does not have, or twice" in reason([*all_of, field("sets", 1)])
+    for name in attributes:
+        wrong = f"the field {name} has another type or length"
+        assert wrong in reason(changed(name, data=None))
+        assert wrong in reason(changed(name, type=99))
+        for length in (-1, 0, 65, 1 << 30):
+            assert wrong in reason(changed(name, length=length))
+    assert "a field has no name" in reason(changed("sets", name=None))
+    for name, value, said in (
+        ("layout", "columns", "layout is none that kvpack knows"),
+        ("head_dim", 65, "head_dim 65 is not 64, 96, 128 or 256"),
+        ("num_heads", 1 << 30, "q, k and v are too large"),
+        ("k_entries", 512, "k_entries=512: the kernels take 2 to 256 codewords"),
+    ):
+        assert said in reason([field(*each) for each in (attributes | {name: value}).items()])
+
+
+def test_tensors_that_do_not_fit_are_refused_with_a_reason(harness: Harness, library: Library) -> None:
+    layer = LAYERS["dense, observing"](library)
+    plugin = layer.launch = Plugin(harness, layer)
+    layer.step(packed(layer, 2, 0))
+    handle, inputs, outputs = harness.handle, plugin.inputs, plugin.outputs
+    rest = inputs, len(inputs), outputs, len(outputs)
+    aliases = (c_int32 * len(outputs))()
+    assert handle.trt_describe(plugin.plugin, inputs, len(inputs), None, 0, outputs, aliases) == -1
+    assert "needs the shape input select_width" in harness.said()
+    assert handle.trt_workspace(plugin.plugin, inputs, len(inputs) - 2, outputs, len(outputs)) == -1
+    assert "has 10 inputs beside shape inputs and 4 outputs, not 8 and 4" in harness.said()
+    inputs[0].dims[2] -= 8
+    assert handle.trt_enqueue(plugin.context, *rest, None) != 0
+    assert "takes q, k and v [batch, length, size]" in harness.said()
+    inputs[0].type = FLOAT
+    assert handle.trt_workspace(plugin.plugin, *rest) == -1
+    assert "fp16 and bf16 alone" in harness.said()
+
+
+def test_fields_and_shapes_that_were_tampered_with_do_no_harm(library: Library, tmp_path: Path) -> None:
+    checked = ["-g", "-DKVPACK_FUZZ", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    probe = tmp_path / "probe.cc"
+    probe.write_text("int main() {}\n")
+    if subprocess.run(["g++", *checked, probe, "-o", tmp_path / "probe"], capture_output=True, check=False).returncode:
+        pytest.skip("g++ has no sanitizers here")
+    lines = []
+    attributes = {make(library).plan.op: make(library).plan.attributes for make in LAYERS.values()} | ELEMENTWISE
+    for op, values in attributes.items():
+        lines.append(f"op {op}")
+        for name, value in values.items():
+            kind = "s" if isinstance(value, str) else "f" if isinstance(value, float) else "i"
+            lines.append(" ".join([kind, name, *map(str, value if isinstance(value, tuple) else [value])]))
+    nodes = tmp_path / "nodes.txt"
+    nodes.write_text("\n".join(lines))
+    environment = os.environ | {"ASAN_OPTIONS": "allocator_may_return_null=1:detect_leaks=1"}
+    command = [compiled(*checked, program=True), nodes, "20000"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made, refused = (int(word) for word in done.stdout.replace(",", "").split() if word.isdigit())
+    assert made > 500 and refused > 5000
