@@ -316,7 +316,7 @@ int main(int, char **arguments) {
   for (int round = 0, rounds = std::atoi(arguments[2]); round < rounds; ++round) {
     const auto &[name, base] = nodes[static_cast<size_t>(round) % nodes.size()];
     std::vector<Field> fields = base;
-    for (int n = roll(3); n >= 0; --n) tamper(fields);
+    for (int n = roll(4); n > 0; --n) tamper(fields);
     std::vector<PluginField> given;
     for (const Field &field : fields) {
       const void *data = field.null ? nullptr : field.data.data();

@@ -202,7 +202,7 @@ class Plugin final : public nvinfer1::IPluginV3,
       if (!node_.attends()) return between(tensors, in[0].type, results, stream);
       for (int32_t n = 0; n < getNbOutputs(); ++n) {
         const int32_t state = state_of(n);
-        if (state < 0 || results[n] == data[state]) continue;
+        if (state < 0 || !results[n] || results[n] == data[state]) continue;
         Tensor &tensor = tensors.at(state);
         const Type type = in[state].type == DataType::kINT8 ? Type::INT8 : inputs_[state].type;
         check(copy(results[n], data[state], tensor.bytes(type), stream));

@@ -1,9 +1,13 @@
 // What the plugins of tensorrt.cc are written with: errors, a node's fields, its tensors.
 #pragma once
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // in the headers themselves
 #include "NvInferRuntime.h"
+#pragma GCC diagnostic pop
 #include "node.h"
 
 #include <atomic>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -139,7 +143,7 @@ class Tensors {
   void set(size_t n, const nvinfer1::Dims &dims, void *data) {
     if (dims.nbDims < 0 || dims.nbDims > nvinfer1::Dims::MAX_DIMS) throw Refused(inputs_[n].name + " has no shape");
     for (int32_t axis = 0; axis < dims.nbDims; ++axis)
-      if (dims.d[axis] < 0 || dims.d[axis] > INT32_MAX) throw Refused(inputs_[n].name + " has no size");
+      if (dims.d[axis] < 0 || dims.d[axis] > INT_MAX) throw Refused(inputs_[n].name + " has no size");
     tensors_[n] = {true, data, {dims.d, dims.d + dims.nbDims}};
   }
   Tensor &at(size_t n) { return tensors_[n]; }
