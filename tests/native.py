@@ -72,9 +72,10 @@ def layer(spec: LayerSpec, dtype: torch.dtype) -> Layer:
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm."""
+    """Norm of the difference over the norm; infinite where a number is NaN, which would be lost in a maximum."""
     found, wanted = (np.asarray(x.detach().cpu().double()) for x in (found, wanted))
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+    error = float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+    return np.inf if np.isnan(error) else error
 
 
 def tokens_first(x: torch.Tensor) -> torch.Tensor:
