@@ -186,7 +186,7 @@ def show_build(report: BuildReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from plugins.native import build
+    from plugins.native.faces import ONNXRUNTIME, TENSORRT
 
     console = Console()
     table = Table(
@@ -209,7 +209,7 @@ def show_build(report: BuildReport) -> None:
         )
         last = (source, arch)
     console.print(table)
-    for face, headers in ((build.ONNXRUNTIME, report.onnxruntime), (build.TENSORRT, report.tensorrt)):
+    for face, headers in ((ONNXRUNTIME, report.onnxruntime), (TENSORRT, report.tensorrt)):
         if headers is None:
             console.print(
                 f"Without ops for {face.framework}: its header {face.header} was not found; give its folder by "

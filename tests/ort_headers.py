@@ -7,7 +7,7 @@ from pathlib import Path
 import debian
 
 from plugins.cache import cache_folder
-from plugins.native.build import ONNXRUNTIME, find_headers
+from plugins.native.faces import ONNXRUNTIME, find_headers
 
 SUITE, PACKAGE = "trixie", "libonnxruntime-dev"  # 85 KB; Debian 12 has none
 

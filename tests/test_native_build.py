@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from plugins.errors import UserError
-from plugins.native import build
+from plugins.native import build, faces
 from plugins.native.abi import OPS, Library
+from plugins.native.faces import TENSORRT, Face, find_headers
 
 REGISTERS = 65536  # of a multiprocessor
 BLOCK = 1024  # threads that a block may have, where a kernel has no launch bounds
@@ -175,8 +176,6 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "CUDA_NVCC", str(tmp_path / "cuda" / "bin" / "nvcc"))
-    for name in ("ONNXRUNTIME", "TENSORRT"):
-        monkeypatch.setattr(build, name, replace(getattr(build, name), folders=(str(tmp_path / "headers"),)))
     monkeypatch.setattr(build, "_packaged", lambda inside: iter(()))
     return tmp_path
 
@@ -213,40 +212,39 @@ def test_nvcc_is_looked_for_where_it_is_said_to_be_first(bare_machine: Path, mon
         build.find_nvcc()
 
 
-@pytest.mark.parametrize("name", ["ONNXRUNTIME", "TENSORRT"])
-def test_the_headers_of_a_face_are_looked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    face = getattr(build, name)
-    monkeypatch.setattr(build, "ROOT", bare_machine)
-    assert build.find_headers(face) is None
+@pytest.mark.parametrize("face", build.FACES, ids=lambda face: face.framework)
+def test_the_headers_of_a_face_are_looked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch, face: Face) -> None:
+    face = replace(face, folders=(str(bare_machine / "headers"),))
+    monkeypatch.setattr(faces, "ROOT", bare_machine)
+    assert find_headers(face) is None
     (bare_machine / "src").mkdir()
     (bare_machine / "src" / face.source).touch()
-    assert build.find_headers(face) is None
+    assert find_headers(face) is None
     release = bare_machine / "release"
     with pytest.raises(UserError, match=f"{face.option} .*release holds no {face.header}"):
-        build.find_headers(face, release)
+        find_headers(face, release)
     put_headers(face, release / "include")
-    assert build.find_headers(face, release) == release / "include"
+    assert find_headers(face, release) == release / "include"
     monkeypatch.setenv(face.variable, str(release / "include"))
-    assert build.find_headers(face) == release / "include"
+    assert find_headers(face) == release / "include"
     monkeypatch.delenv(face.variable)
     put_headers(face, bare_machine / "headers")
-    assert build.find_headers(face) == bare_machine / "headers"
+    assert find_headers(face) == bare_machine / "headers"
 
 
-def test_headers_of_a_tensorrt_without_aliased_plugins_are_not_used(
-    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_headers(build.TENSORRT, bare_machine / "headers", "8", "6")
-    assert build.find_headers(build.TENSORRT) is None
+def test_headers_of_a_tensorrt_without_aliased_plugins_are_not_used(tmp_path: Path) -> None:
+    face = replace(TENSORRT, folders=(str(tmp_path / "headers"),))
+    put_headers(face, tmp_path / "headers", "8", "6")
+    assert find_headers(face) is None
     with pytest.raises(UserError, match="is of a TensorRT before 10.3"):
-        build.find_headers(build.TENSORRT, bare_machine / "headers")
+        find_headers(face, tmp_path / "headers")
 
 
-def put_headers(face: build.Face, folder: Path, major: str = "10", minor: str = "14") -> None:
+def put_headers(face: Face, folder: Path, major: str = "10", minor: str = "14") -> None:
     folder.mkdir(parents=True)
     (folder / face.header).touch()
     text = f"#define NV_TENSORRT_MAJOR {major} //!< major\n#define NV_TENSORRT_MINOR {minor}\n"
-    (folder / build.VERSION_HEADER).write_text(text)
+    (folder / faces.VERSION_HEADER).write_text(text)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 from plugins.cache import cache_folder
-from plugins.native.build import TENSORRT, find_headers
+from plugins.native.faces import TENSORRT, find_headers
 
 PACKAGE = "kernel-lens==2.0.1"  # 240 KB; NvInfer*.h of TensorRT 10.14, Apache-2.0
 INSIDE = "kernel_lens/include/tensorrt/"

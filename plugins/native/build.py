@@ -19,52 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import UserError
+from plugins.native.faces import ONNXRUNTIME, TENSORRT, find_headers
 
 ROOT = Path(__file__).parent
 COMMON_ARCHES = (80, 90)  # what is compiled for where there is no GPU to ask
 FLAGS = ("-std=c++17", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 CUDA_NVCC = "/usr/local/cuda/bin/nvcc"
-
-
-@dataclass(frozen=True)
-class Face:
-    """The ops for one framework, compiled in where its headers are.
-
-    framework: its name. source: in src/. header: what shows the folder of the headers. option, variable: what name that
-    folder. folders: where it is looked for. inside: below each of them and below what was named, too. least: the oldest
-    version that will do, by VERSION_HEADER; () where any does.
-    """
-
-    framework: str
-    source: str
-    header: str
-    option: str
-    variable: str
-    folders: tuple[str, ...]
-    inside: tuple[str, ...] = ("",)
-    least: tuple[int, ...] = ()
-
-
-ONNXRUNTIME = Face(
-    "ONNX Runtime",
-    "onnxruntime.cc",
-    "onnxruntime_c_api.h",
-    "--onnxruntime-include",
-    "ONNXRUNTIME_INCLUDE_DIR",
-    ("/usr/include", "/usr/local/include"),
-    ("", "onnxruntime", "include", "core/session", "onnxruntime/core/session"),
-)
-TENSORRT = Face(
-    "TensorRT",
-    "tensorrt.cc",
-    "NvInferRuntime.h",
-    "--tensorrt-include",
-    "TENSORRT_INCLUDE_DIR",
-    ("/usr/include", "/usr/include/x86_64-linux-gnu", "/usr/local/include", "/usr/local/tensorrt"),
-    ("", "include"),
-    (10, 3),  # plugins whose outputs are aliases of inputs
-)
-VERSION_HEADER = "NvInferVersion.h"
+FACES = (ONNXRUNTIME, TENSORRT)
 
 
 @dataclass(frozen=True)
@@ -150,8 +111,8 @@ def compile(
     if not chosen:
         raise UserError(f"there is nothing to compile in {ROOT / 'src'}: install kvpack again")
     _check_arches(compiler, arches)
-    faces = find_faces(onnxruntime, tensorrt) if out is not None else {}
-    headers = {ROOT / "src" / face.source: folder for face, folder in faces.items() if folder}
+    folders = [None, None] if out is None else _face_headers(onnxruntime, tensorrt)
+    headers = {ROOT / "src" / face.source: folder for face, folder in zip(FACES, folders, strict=True) if folder}
     work = [*chosen, *headers]
     with tempfile.TemporaryDirectory(prefix="kvpack-build-") as folder:
         objects, kernels = [], []
@@ -174,7 +135,6 @@ def compile(
             done(out.name)
     kernels.sort(key=lambda kernel: (kernel.source, kernel.arch, kernel.name))
     seconds = time.monotonic() - started
-    folders = [faces.get(face) for face in (ONNXRUNTIME, TENSORRT)]
     return BuildReport(out, compiler, _version(compiler), tuple(arches), *folders, tuple(kernels), seconds)
 
 
@@ -182,7 +142,12 @@ def pieces(out: Path | None, onnxruntime: str | Path | None = None, tensorrt: st
     """How often `compile` calls `done`."""
     if out is None:
         return len(sources())
-    return len(sources()) + 1 + sum(folder is not None for folder in find_faces(onnxruntime, tensorrt).values())
+    return len(sources()) + 1 + sum(folder is not None for folder in _face_headers(onnxruntime, tensorrt))
+
+
+def _face_headers(*given: str | Path | None) -> list[Path | None]:
+    """The folder of each face's headers, in the order of FACES."""
+    return [find_headers(face, folder) for face, folder in zip(FACES, given, strict=True)]
 
 
 # -- what is on the machine
@@ -228,48 +193,6 @@ def cuda_include() -> Path | None:
         return None
     candidates = (root / "include", Path("/usr/local/cuda/include"), *_packaged("include"))
     return next((folder for folder in candidates if (folder / "cuda_fp16.h").is_file()), None)
-
-
-def find_faces(onnxruntime: str | Path | None, tensorrt: str | Path | None) -> dict[Face, Path | None]:
-    """Each face and its headers' folder, by `find_headers`."""
-    return {face: find_headers(face, given) for face, given in ((ONNXRUNTIME, onnxruntime), (TENSORRT, tensorrt))}
-
-
-def find_headers(face: Face, given: str | Path | None = None) -> Path | None:
-    """The folder of a face's headers: the one given, its variable's or a system folder; None: nowhere.
-
-    None also where this kvpack does not have the face. Raises UserError when it is not where it was said, or too old.
-    """
-    if not (ROOT / "src" / face.source).is_file():
-        return None
-    for name, value in {face.option: given, face.variable: os.environ.get(face.variable)}.items():
-        if value:
-            for folder in _holders(face, value):
-                if not _new_enough(face, folder):
-                    least = ".".join(map(str, face.least))
-                    raise UserError(f"{name} {value} is of a {face.framework} before {least}: give a newer one's")
-                return folder
-            raise UserError(
-                f"{name} {value} holds no {face.header}: give the folder include/ of a release of {face.framework}"
-            )
-    found = (folder for place in face.folders for folder in _holders(face, place) if _new_enough(face, folder))
-    return next(found, None)
-
-
-def _holders(face: Face, place: str | Path) -> Iterator[Path]:
-    """The folders of a place that have the face's header."""
-    yield from (folder for inner in face.inside if ((folder := Path(place) / inner) / face.header).is_file())
-
-
-def _new_enough(face: Face, folder: Path) -> bool:
-    if not face.least:
-        return True
-    try:
-        text = (folder / VERSION_HEADER).read_text(encoding="utf-8")
-    except OSError:
-        return False
-    found = dict(re.findall(r"#define (?:NV_TENSORRT|TRT)_(MAJOR|MINOR)\w* (\d+)", text))
-    return (int(found.get("MAJOR", 0)), int(found.get("MINOR", 0))) >= face.least
 
 
 def native_arches() -> tuple[int, ...]:
