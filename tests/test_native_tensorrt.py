@@ -425,6 +425,10 @@ def test_tensors_that_do_not_fit_are_refused_with_a_reason(harness: Harness, lib
     assert "needs the shape input select_width" in harness.said()
     assert handle.trt_workspace(plugin.plugin, inputs, len(inputs) - 2, outputs, len(outputs)) == -1
     assert "has 10 inputs beside shape inputs and 4 outputs, not 8 and 4" in harness.said()
+    inputs[3].dims[0] = 3
+    assert handle.trt_enqueue(plugin.context, *rest, None) != 0
+    assert "takes as many sequences in state_k as in q, 2, and was given [3, 2, 129, 64]" in harness.said()
+    inputs[3].dims[0] = 2
     inputs[0].dims[2] -= 8
     assert handle.trt_enqueue(plugin.context, *rest, None) != 0
     assert "takes q, k and v [batch, length, size]" in harness.said()

@@ -271,6 +271,13 @@ class Plugin final : public nvinfer1::IPluginV3,
     if (auto *s = std::get_if<kvpack_deltakv>(&node.state); s && index_bytes) s->index_bytes = index_bytes;
     Call call(node);
     check(call.bind(node, op_.name, tensors));
+    for (const Port &port : inputs_) {  // all but tables have a row for each sequence
+      const Tensor &tensor = tensors[port.name.c_str()];
+      if (port.type != Type::FLOAT && tensor.given && tensor.dim(0) != call.step.batch)
+        throw Refused(op_.name + " takes as many sequences in " + port.name + " as in q, " +
+                      std::to_string(call.step.batch) + ", and was given " + tensor.shape());
+    }
+    if (tensors["enc_src"].dims != tensors["enc_dst"].dims) throw Refused("enc_src and enc_dst differ in shape");
     const int64_t live = std::visit([](const auto &s) { return room(s); }, call.state);
     call.step.live = static_cast<int32_t>(std::min<int64_t>(live, INT_MAX - call.step.length));
     return call;
