@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +26,7 @@ def fuse(model: ir.Model, attentions: Sequence[tuple[ir.Node, LayerSpec]]) -> No
     for node, spec in attentions:
         _fold_reshapes(node, spec)
         _pack_attention(graph, node, spec)
-    functions = _Functions(model)
+    functions = Functions(model)
     for node in list(graph):
         if node.op_type == "Mul":
             _fuse_gate(graph, node, functions)
@@ -34,24 +35,22 @@ def fuse(model: ir.Model, attentions: Sequence[tuple[ir.Node, LayerSpec]]) -> No
     _sweep(graph)
 
 
-class _Functions:
-    """The bodies of fused nodes, one for each set of attributes."""
+class Functions:
+    """The bodies of a model's nodes, one for each set of attributes."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        self.overloads: dict[tuple[str, float | str], str] = {}
+        self.overloads: dict[tuple[object, ...], str] = {}
 
-    def node(
-        self, op: str, inputs: Sequence[ir.Value], attribute: ir.Attr, make: Callable[[str], ir.Function], outputs: int
-    ) -> ir.Node:
-        key = (op, attribute.value)
+    def overload(self, op: str, attributes: tuple[object, ...], make: Callable[[str], ir.Function]) -> str:
+        """The overload of `op` whose body make(overload) is; made where there is none of these attributes."""
+        key = (op, *attributes)
         if key not in self.overloads:
-            others = [name for name, _ in self.overloads if name == op]
-            self.overloads[key] = f"v{len(others)}" if others else ""
+            others = any(name == op for name, *_ in self.overloads)
+            self.overloads[key] = f"v{len(self.overloads)}" if others else ""
             function = make(self.overloads[key])
             self.model.functions[function.identifier()] = function
-            self.model.graph.opset_imports[DOMAIN] = 1
-        return ir.Node(DOMAIN, op, inputs, [attribute], overload=self.overloads[key], num_outputs=outputs)
+        return self.overloads[key]
 
 
 @dataclass
@@ -73,14 +72,14 @@ def _fold_reshapes(node: ir.Node, spec: LayerSpec) -> None:
         if _is_rows(source, width):
             node.replace_input_with(place, source)
             continue
-        if (norm := source.producer()) and _made_by(
-            source, "Transpose"
-        ):  # of a normalised head, rotated there and back
-            norm = norm.inputs[0].producer()
-            if norm and norm.op_type == "RMSNormalization" and _swaps(source) and _swaps(norm.inputs[0]):
-                norm.outputs[0].shape = source.shape
-                norm.replace_input_with(0, norm.inputs[0].producer().inputs[0])
-                source.replace_all_uses_with(norm.outputs[0])
+        if not _swaps(source):
+            continue
+        normed = source.producer().inputs[0]  # of a normalised head, swapped there and back
+        if _made_by(normed, "RMSNormalization") and _swaps(normed.producer().inputs[0]):
+            norm = normed.producer()
+            normed.shape = source.shape
+            norm.replace_input_with(0, norm.inputs[0].producer().inputs[0])
+            source.replace_all_uses_with(normed)
     last = node.outputs[0]
     while len(last.uses()) == 1 and last.consumers()[0].op_type == "Reshape" and last.uses()[0].idx == 0:
         last = last.consumers()[0].outputs[0]
@@ -108,7 +107,7 @@ def _pack_attention(graph: ir.Graph, node: ir.Node, spec: LayerSpec) -> None:
         node.replace_input_with(place, value)
 
 
-def _fuse_gate(graph: ir.Graph, node: ir.Node, functions: _Functions) -> None:
+def _fuse_gate(graph: ir.Graph, node: ir.Node, functions: Functions) -> None:
     for opened, up in (node.inputs, node.inputs[::-1]):
         activation, gate = _activated(opened)
         if gate is None or gate is up:
@@ -121,13 +120,13 @@ def _fuse_gate(graph: ir.Graph, node: ir.Node, functions: _Functions) -> None:
             whole = _packed(graph, (gate, up))
         if whole is None:
             continue
-        attribute = ir.AttrString("activation", activation)
-        new = functions.node(GATED, [whole], attribute, lambda overload, a=activation: gated(a, overload), 1)
+        overload = functions.overload(GATED, (activation,), partial(gated, activation))
+        new = ir.Node(DOMAIN, GATED, [whole], [ir.AttrString("activation", activation)], overload=overload)
         _replace(graph, node, new, {node.outputs[0]: new.outputs[0]})
         return
 
 
-def _fuse_norm(graph: ir.Graph, node: ir.Node, functions: _Functions) -> None:
+def _fuse_norm(graph: ir.Graph, node: ir.Node, functions: Functions) -> None:
     total, weight = node.inputs
     if not _made_by(total, "Add") or weight.const_value is None or weight.dtype != total.dtype:
         return
@@ -137,8 +136,8 @@ def _fuse_norm(graph: ir.Graph, node: ir.Node, functions: _Functions) -> None:
     if len(shapes) != 2 or shapes[0] != shapes[1] or axis not in (-1, len(shapes[0]) - 1) or stash != 1:
         return
     epsilon = node.attributes["epsilon"]
-    inputs = [*add.inputs, weight]
-    new = functions.node(ADD_NORM, inputs, epsilon, lambda overload: add_norm(epsilon.as_float(), overload), 2)
+    overload = functions.overload(ADD_NORM, (epsilon.value,), partial(add_norm, epsilon.as_float()))
+    new = ir.Node(DOMAIN, ADD_NORM, [*add.inputs, weight], [epsilon], overload=overload, num_outputs=2)
     _replace(graph, add, new, {total: new.outputs[0], node.outputs[0]: new.outputs[1]})
 
 
@@ -155,13 +154,13 @@ def _packed(graph: ir.Graph, values: Sequence[ir.Value]) -> ir.Value | None:
     products = [_product(value) for value in values]
     if any(p is None or p.x is not products[0].x for p in products) or len(set(values)) < len(values):
         return None
+    biases = [p.bias for p in products if p.bias is not None]
+    if len(biases) not in (0, len(products)):
+        return None
     weight = _joined(graph, [p.weight for p in products], 1)
-    node = ir.Node("", "MatMul", [products[0].x, weight])
-    nodes = [node]
-    if any(p.bias for p in products):
-        if not all(p.bias for p in products):
-            return None
-        nodes.append(ir.Node("", "Add", [node.outputs[0], _joined(graph, [p.bias for p in products], 0)]))
+    nodes = [ir.Node("", "MatMul", [products[0].x, weight])]
+    if biases:
+        nodes.append(ir.Node("", "Add", [nodes[0].outputs[0], _joined(graph, biases, 0)]))
     first = min((v.producer() for v in values), key=list(graph).index)
     graph.insert_before(first, nodes)
     out = nodes[-1].outputs[0]
@@ -199,17 +198,18 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value], axis: int) -> ir.Value:
         lambda: ir.tensor(np.concatenate([t.numpy() for t in tensors], axis), dtype=tensors[0].dtype, name=name),
         dtype=tensors[0].dtype, shape=ir.Shape(shape), name=name,
     )  # fmt: skip
-    return _initializer(graph, name, tensor)
+    return initializer(graph, name, tensor)
 
 
 def _constant(graph: ir.Graph, numbers: Sequence[int]) -> ir.Value:
     name = "split_" + "_".join(map(str, numbers))
     if name in graph.initializers:
         return graph.initializers[name]
-    return _initializer(graph, name, ir.tensor(np.array(numbers, np.int64), name=name))
+    return initializer(graph, name, ir.tensor(np.array(numbers, np.int64), name=name))
 
 
-def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A constant of the graph."""
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
     graph.register_initializer(value)
     return value

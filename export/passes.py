@@ -15,7 +15,7 @@ from plugins.contract import HOST_INPUTS, OPTIONAL_OUTPUTS, TensorSpec
 from plugins.graph import DOMAIN, NodePlan
 from plugins.layer import LayerSpec
 
-from .fuse import fuse
+from .fuse import Functions, fuse, initializer
 from .trace import OPAQUE
 
 _HOST_NAMES = {"tokens": "input_ids"}
@@ -87,7 +87,7 @@ def insert_nodes(a: Assembly) -> None:
     """
     host = _host_inputs(a)
     shared = [_rope_initializers(a.graph, i, pair) for i, pair in enumerate(a.ropes)]
-    overloads: dict[tuple, str] = {}
+    functions = Functions(a.model)
     carried: dict[str, ir.Value] = {}  # what the layers so far made for later ones
     opaque = [n for n in a.graph if (n.domain, n.op_type) == (DOMAIN, OPAQUE)]
     for node, spec, plan, tables in zip(opaque, a.specs, a.plans, a.tables, strict=True):
@@ -104,17 +104,14 @@ def insert_nodes(a: Assembly) -> None:
         missing = [name for name in plan.inputs if name not in values]
         _require(not missing, "insert_nodes", f"{plan.op} of layer {spec.layer} has no value for {missing}")
         packed = values["k"] is None
-        key = (plan.op, packed, *sorted(plan.attributes.items()))
-        if key not in overloads:
-            overloads[key] = "" if plan.op not in {k[0] for k in overloads} else f"v{len(overloads)}"
-            function = plan.body(overloads[key], packed)
-            a.model.functions[function.identifier()] = function
+        attributes = (packed, *sorted(plan.attributes.items()))
+        overload = functions.overload(plan.op, attributes, lambda name, p=plan, k=packed: p.body(name, k))
         new = ir.Node(
             DOMAIN,
             plan.op,
             [values[name] for name in plan.inputs],
             [_attribute(name, value) for name, value in plan.attributes.items()],
-            overload=overloads[key],
+            overload=overload,
             num_outputs=len(plan.outputs),
             name=f"layer{spec.layer}.attention",
         )
@@ -187,10 +184,7 @@ def _state_input(a: Assembly, name: str, dtype: ir.DataType, shape: Sequence[int
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-    graph.register_initializer(value)
-    return value
+    return initializer(graph, name, ir.tensor(np.ascontiguousarray(array), name=name))
 
 
 def _rope_initializers(graph: ir.Graph, index: int, pair: tuple[np.ndarray, np.ndarray]) -> list[ir.Value]:

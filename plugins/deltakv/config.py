@@ -171,9 +171,7 @@ class DeltaKVConfig(MethodConfig):
 
     def faster_on_gpu(self) -> str:
         fewer = min(self.width // 4, 512)
-        fast = self.head_dim != 128 or (
-            self.latents.endswith("x4") and self.latent_dim <= 512 and "+" not in self.latents
-        )
+        fast = self.head_dim != 128 or (self.segments == ((self.latent_dim, 4),) and self.latent_dim <= 512)
         return "" if fast else f"--set latents={fewer}x4, which keeps less of the quality"
 
     @classmethod

@@ -283,4 +283,34 @@ struct Call {
   }
 };
 
+// -- a step of a node between attentions
+
+// dims: of each of its outputs.
+template <class Tensors> std::string fits(const Node &node, const Tensors &tensors, std::vector<int64_t> &dims) {
+  dims = tensors["x"].dims;
+  if (node.kind == Kind::ADD_RMS_NORM) {
+    const Tensor &weight = tensors["weight"];
+    if (weight.dims.size() != 1 || dims.empty() || dims.back() != weight.dims[0] || tensors["y"].dims != dims)
+      return "AddRMSNormalization takes x and y of one shape and a weight of their last dimension";
+    return "";
+  }
+  if (dims.empty() || dims.back() % 2)
+    return "GatedActivation takes gates and factors side by side, an even last dimension";
+  dims.back() /= 2;
+  return "";
+}
+
+// outputs: in the op's order.
+template <class Tensors>
+std::string run(const Node &node, const Tensors &tensors, void *const *outputs, void *stream) {
+  const Tensor &x = tensors["x"];
+  const int32_t dtype = node.layer.dtype;
+  const int64_t columns = x.dims.back();
+  if (node.kind == Kind::ADD_RMS_NORM)
+    return checked(kvpack_add_rms_norm(dtype, x.rows(), static_cast<int32_t>(columns), node.epsilon, x.data,
+                                       tensors["y"].data, tensors["weight"].data, outputs[0], outputs[1], stream));
+  return checked(kvpack_gated_activation(dtype, node.activation, x.rows(), static_cast<int32_t>(columns / 2), x.data,
+                                         outputs[0], stream));
+}
+
 }  // namespace kvpack

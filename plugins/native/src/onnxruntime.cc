@@ -4,7 +4,6 @@
 // sizes and calls the library on the provider's stream. State inputs and outputs are meant to be bound to one buffer;
 // where they are not, the state is copied first. With KVPACK_EMULATE the ops run on a CPU, as the kernels do.
 #include "ort.h"
-#include "ort_elementwise.h"
 
 #include <memory>
 #include <mutex>
@@ -75,6 +74,31 @@ struct Attention {
   }
 };
 
+struct Between {  // what lies between attentions
+  const Op &op;
+  Node node;
+
+  explicit Between(const Op &op) : op(op), node(op.kind) {}
+
+  OrtStatus *configure(const OrtKernelInfo *info) {
+    node.layer.dtype = op.dtype();
+    return read(info, node);
+  }
+
+  OrtStatus *compute(OrtKernelContext *context) {
+    Tensors tensors(op, context);
+    KVPACK_TRY(tensors.load());
+    void *stream;
+    KVPACK_TRY(stream_of(context, &stream));
+    std::vector<int64_t> dims;
+    KVPACK_TRY(told(fits(node, tensors, dims)));
+    std::vector<void *> outputs(op.outputs.size());
+    for (size_t n = 0; n < outputs.size(); ++n)
+      KVPACK_TRY(tensors.output(op.outputs[n].name.c_str(), dims, &outputs[n]));
+    return told(run(node, tensors, outputs.data(), stream));
+  }
+};
+
 // Lets K, made from an Op, be the kernel of an op's nodes.
 template <class K> void run_by(OrtCustomOp &op) {
   op.CreateKernelV2 = [](const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *info,
@@ -111,9 +135,8 @@ Op::Op(Signature signature) : OrtCustomOp{}, Signature(std::move(signature)) {
   GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp *) { return 1; };
   GetStartVersion = [](const OrtCustomOp *) { return 1; };
   GetEndVersion = [](const OrtCustomOp *) { return 1; };
-  if (kind == Kind::ADD_RMS_NORM) run_by<AddRMSNormalization>(*this);
-  else if (kind == Kind::GATED_ACTIVATION) run_by<GatedActivation>(*this);
-  else run_by<Attention>(*this);
+  if (Node(kind).attends()) run_by<Attention>(*this);
+  else run_by<Between>(*this);
 }
 
 // -- the list of them

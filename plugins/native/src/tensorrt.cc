@@ -304,18 +304,9 @@ class Plugin final : public nvinfer1::IPluginV3,
   int32_t between(const Tensors &tensors, DataType type, void *const *results, void *stream) const {
     Node node = node_;
     set_type(node, type);
-    const Tensor &x = tensors["x"], &y = tensors["y"], &weight = tensors["weight"];
-    if (node.kind == Kind::ADD_RMS_NORM) {
-      if (weight.dims.size() != 1 || x.dims.empty() || x.dims.back() != weight.dims[0] || y.dims != x.dims)
-        throw Refused("AddRMSNormalization takes x and y of one shape and a weight of their last dimension");
-      check(checked(kvpack_add_rms_norm(node.layer.dtype, x.rows(), weight.dim(0), node.epsilon, x.data, y.data,
-                                        weight.data, results[0], results[1], stream)));
-      return OK;
-    }
-    if (x.dims.empty() || x.dims.back() % 2)
-      throw Refused("GatedActivation takes gates and factors side by side, an even last dimension");
-    check(checked(kvpack_gated_activation(node.layer.dtype, node.activation, x.rows(),
-                                          static_cast<int32_t>(x.dims.back() / 2), x.data, results[0], stream)));
+    std::vector<int64_t> dims;
+    check(fits(node, tensors, dims));
+    check(run(node, tensors, results, stream));
     return OK;
   }
 
