@@ -32,7 +32,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 DEVICE = "cuda"
 BAR = {torch.float16: 5e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
 KINDS = {torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16}
-LIMIT, TIE = 8192, 1e-4
+LIMIT = 8192
+TIE = {torch.float16: 1e-4, torch.bfloat16: 1e-3}  # relative gaps; what is coded may round to the next bf16, 4e-3 away
 TABLES = {"vqkv": random_quantisers, "deltakv": random_compressor, "intkv": random_means}
 SMALL = {"sinks": 4, "window": 64, "block": 32}
 
@@ -147,7 +148,7 @@ class Pair:
         """Stored numbers that differ from the references' own, flipped ties aside."""
         total = wrong = 0
         for b, one in enumerate(self.references):
-            found = one.compare(self.given(b), TIE)
+            found = one.compare(self.given(b), TIE[self.dtype])
             total, wrong = total + found[0], wrong + found[1]
         assert total
         return wrong
