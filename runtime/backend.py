@@ -39,13 +39,15 @@ class Backend(Protocol):
     """A loaded graph. Shared by the sessions of an engine, from any thread.
 
     name: for errors. provider: one of PROVIDERS. kernels: what computes, for people. memory: where states are; None for
-    the host's. workspace: bytes that the backend itself allocated beside weights and states, as far as it knows them.
+    the host's. sequences: the most that it takes at once; None: any number. workspace: bytes that the backend itself
+    allocated beside weights and states, as far as it knows them.
     """
 
     name: str
     provider: str
     kernels: str
     memory: Memory | None
+    sequences: int | None
     workspace: int
 
     def steps(self, state: State) -> Steps:

@@ -169,9 +169,15 @@ class Device:
         return array
 
     def free_bytes(self) -> int:
+        return self._bytes()[0]
+
+    def total_bytes(self) -> int:
+        return self._bytes()[1]
+
+    def _bytes(self) -> tuple[int, int]:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._here("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
+        return free.value, total.value
 
     def capability(self) -> str:
         parts = []

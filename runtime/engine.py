@@ -132,6 +132,11 @@ class Engine:
             return sum(session.nbytes for session in self._sessions)
 
     @property
+    def sequences(self) -> int | None:
+        """The most that a session may have; None: any number."""
+        return self.backend.sequences
+
+    @property
     def workspace(self) -> int:
         """Bytes of device memory that a TensorRT plan computes in, so far; 0 for ONNX Runtime, which does not tell."""
         return self.backend.workspace

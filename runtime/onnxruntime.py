@@ -43,6 +43,7 @@ class OnnxRuntime:
     """
 
     name = "ONNX Runtime"
+    sequences = None
     workspace = 0  # its arena is its own secret
 
     def __init__(

@@ -71,6 +71,14 @@ class Session:
         """Tokens per sequence for which memory is allocated."""
         return self._state.capacity
 
+    @property
+    def most(self) -> tuple[int, int] | None:
+        """Tokens and logits per sequence that the backend takes at once, over the cache as it is; None: any number.
+
+        A step of more is split: what comes later attends to the compressed cache of what came before.
+        """
+        return self._steps.most()
+
     def prefill(self, tokens: Sequence[int] | Sequence[Sequence[int]], logits: Picks = "last") -> np.ndarray:
         """Append tokens, any number per sequence, and return logits, float32 [B, P, V].
 

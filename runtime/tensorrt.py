@@ -29,7 +29,7 @@ from runtime.replay import Kind, Numbers, Recorded, Replays
 if TYPE_CHECKING:
     from runtime.state import State
 
-# backend -> names of its Python module, of what it is called, and of the extra that installs it
+# backend -> the names that its Python module goes by, and what it is called
 MODULES = {
     "tensorrt": (("tensorrt",), "TensorRT"),
     "tensorrt-rtx": (("tensorrt_rtx", "tensorrt_rtx_bindings"), "TensorRT-RTX"),
@@ -43,6 +43,7 @@ GRAPHS = 64  # captured steps that an engine keeps at once: each has a context
 MESSAGES = 8  # of TensorRT's errors, how many are kept for the next sentence
 log = logging.getLogger("kvpack")
 
+Place = tuple[tuple[int, ...], int]  # shape and address
 Range = tuple[tuple[int, ...], tuple[int, ...]]  # smallest and largest sizes, or values
 
 
@@ -85,6 +86,9 @@ class TensorRT:
         self.follow = artefact.config["target"].get("plugins") is None
         self.profiles = _profiles(plan)
         self.on_host = {name for name in _names(plan) if plan.get_tensor_location(name).name == "HOST"}
+        tokens = next(spec.name for spec in artefact.inputs if spec.role == "tokens")
+        self.fewest = min(profile.shapes[tokens][0][0] for profile in self.profiles)
+        self.sequences = max(profile.shapes[tokens][1][0] for profile in self.profiles)
         self.stream = memory.stream()
         weakref.finalize(self, memory.close_stream, self.stream)
         self.activations = Room(memory)
@@ -187,10 +191,8 @@ class Context:
             self.address(spec.alias, target)
         self.bound = binding
 
-    def prepare(
-        self, inputs: Mapping[str, tuple[tuple[int, ...], int]], outputs: Mapping[str, int], values: Any
-    ) -> None:
-        """Shapes and addresses of everything but the state, then memory for activations. Raises RunError.
+    def prepare(self, inputs: Mapping[str, Place], outputs: Mapping[str, Place], values: Mapping[str, int]) -> None:
+        """Everything but the state, then memory for activations. Raises RunError.
 
         values: of the inputs that the host reads, which are at their addresses already.
         """
@@ -201,7 +203,7 @@ class Context:
             for name, (dims, address) in inputs.items():
                 self.shape(name, dims)
                 self.address(name, address)
-            for name, address in outputs.items():
+            for name, (_, address) in outputs.items():
                 self.address(name, address)
             try:
                 missing = context.infer_shapes()
@@ -209,6 +211,10 @@ class Context:
                 raise RunError(self.backend.logger.told() or str(error), begun=False) from error
             if missing:
                 raise RunError(f"the plan has inputs that were not set: {', '.join(missing)}", begun=False)
+            for name, (dims, _) in outputs.items():  # more would be written beyond the end
+                if tuple(context.get_tensor_shape(name)) != dims:
+                    found = list(context.get_tensor_shape(name))
+                    raise RunError(f"{name} would be {found}, not {list(dims)}", begun=False)
             self.needed = int(context.update_device_memory_size_for_shapes()) if plan.device_memory_size_v2 else 0
             self.activations = (0, 0)
             self.set_ = wanted
@@ -238,8 +244,10 @@ class Captured:
 
     context: Context
     numbers: np.ndarray  # the host's memory of the inputs that the host reads
-    inputs: Mapping[str, tuple[tuple[int, ...], int]]
-    outputs: Mapping[str, int]
+    inputs: Mapping[str, Place]
+    outputs: Mapping[str, Place]
+    values: Mapping[str, int]  # of the inputs that the host reads
+    scratch: Block  # for what observing layers choose, which nobody reads
     graph: int = 0
     activations: tuple[int, int] = (0, 0)  # of the capture
     free: Any = None  # the graph's finalizer
@@ -258,12 +266,10 @@ class PlanSteps:
         self._replays: Replays | None = None
         self._running = threading.Event()
         self._stop = threading.Event()
-        tokens = self._names["tokens"]
-        batches = [profile.shapes[tokens] for profile in backend.profiles]
-        if not any(low[0] <= state.batch <= high[0] for low, high in batches):
+        if not backend.fewest <= state.batch <= backend.sequences:
             raise UserError(
-                f"{artefact.path} takes {min(low[0] for low, _ in batches)} to {max(high[0] for _, high in batches)} "
-                f"sequences at once, not {state.batch}: use fewer, or {REBUILD} for more."
+                f"{artefact.path} takes {backend.fewest} to {backend.sequences} sequences at once, not {state.batch}: "
+                f"use another number of them, or {REBUILD} for it."
             )
 
     def check(self, capacity: int) -> None:
@@ -351,18 +357,18 @@ class PlanSteps:
             base = host.ctypes.data if name in backend.on_host else backend.inputs.address
             inputs[name] = feeds[role].shape, base + offsets[role]
             if name in backend.on_host:
-                values[name] = feeds[role].tolist()
+                values[name] = int(feeds[role])
         tensors = self._answers(feeds["logit_index"].shape, int(feeds.get("select_width", 0)))
         places, end = side_by_side(tensors)
         backend.outputs.reserve(end)
-        outputs = {name: backend.outputs.address + offset for name, offset in places.items()}
+        outputs = {name: (tensors[name][1], backend.outputs.address + offset) for name, offset in places.items()}
         context.prepare(inputs, outputs, values)
         context.launch()
         backend.memory.wait(backend.stream)
 
         def fetched(name: str) -> np.ndarray:
-            array = np.empty(tensors[name][1], tensors[name][0])
-            backend.memory.download(outputs[name], array)
+            array = np.empty(outputs[name][0], tensors[name][0])
+            backend.memory.download(outputs[name][1], array)
             return array
 
         watched = backend.artefact.selected if watch else {}
@@ -410,12 +416,12 @@ class PlanSteps:
         tensors = self._answers((self.state.batch, 1), kind.selected)
         del tensors[self._logits]
         places, end = side_by_side(tensors)
-        scratch = Block(backend.memory, max(end, 1))  # for what observing layers choose, which nobody reads
-        outputs = {name: scratch.address + offset for name, offset in places.items()}
-        outputs[self._logits] = replays.logits.address
+        scratch = Block(backend.memory, max(end, 1))
+        outputs = {name: (tensors[name][1], scratch.address + offset) for name, offset in places.items()}
+        outputs[self._logits] = replays.logits_shape, replays.logits.address
         context = Context(backend, backend.profile(shapes, values), captured=True)
         context.bind(self.state, self._binding)
-        recorded = Recorded(number, Captured(context, host, inputs, outputs), keep=[scratch, values])
+        recorded = Recorded(number, Captured(context, host, inputs, outputs, values, scratch))
         weakref.finalize(recorded, backend.graphs.give_back)
         return recorded
 
@@ -428,7 +434,7 @@ class PlanSteps:
             backend.memory.launch(own.graph, backend.stream)
             backend.memory.wait(backend.stream)
             return self._replays.answer()
-        own.context.prepare(own.inputs, own.outputs, step.keep[1])
+        own.context.prepare(own.inputs, own.outputs, own.values)
         own.context.launch()  # what TensorRT puts off until the first run must not be captured
         backend.memory.wait(backend.stream)
         answer = self._replays.answer()
@@ -473,7 +479,8 @@ def open_plan(artefact: Artefact, library: str | Path | bool | None, cuda_graphs
     with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         plan = runtime.deserialize_cuda_engine(data)
     if plan is None:
-        built = ", ".join(f"{name} {number}" for name, number in sorted(target.get("versions", {}).items()))
+        versions = sorted(target.get("versions", {}).items())
+        built = ", ".join(f"{name} {number}" for name, number in versions if name.startswith("tensorrt"))
         raise UserError(
             f"{path} cannot be loaded ({logger.told() or f'{title} does not say why'}); it was built with {built} for "
             f"SM {', '.join(wanted)}, and here are {title} {module.__version__} and SM {capability}: install that "

@@ -392,6 +392,10 @@ class Context:
         self.version += 1
         return True
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        assert not self.infer_shapes(), f"the shape of {name} is not known yet"
+        return _shape_of(self.plan, name, self.set_, self.values())
+
     def infer_shapes(self) -> list[str]:
         missing = [name for name in self.plan.about["inputs"] if name not in self.set_.shapes]
         missing += [n for n in HOST if n in self.plan.about["inputs"] and not self.set_.addresses.get(n)]

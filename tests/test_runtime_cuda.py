@@ -319,7 +319,7 @@ DRIVER = """
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-static int current, pinned;
+static int current, pinned, streams, capturing, graphs, launched;
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGet(int *device, int number) { return *device = number + 7, 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)(0xabcd00000000 + device), 0; }
@@ -334,12 +334,29 @@ int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t n) { return mems
 int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t n) { return memcpy((void *)to, from, n), 0; }
 int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { return memcpy(to, (void *)from, n), 0; }
 int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t n) { return memcpy((void *)to, (void *)from, n), 0; }
-int cuStreamSynchronize(void *stream) { return stream != 0; }
+int cuStreamSynchronize(void *stream) { return stream != 0 && (stream != (void *)64 || capturing); }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  return *value = attribute == 75 ? 12 : attribute == 76 ? 1 : -1, device != 7;
+}
+int cuStreamCreate(void **stream, unsigned flags) { return ++streams, *stream = (void *)64, flags != 1; }
+int cuStreamDestroy_v2(void *stream) { return --streams, stream != (void *)64; }
+int cuStreamBeginCapture_v2(void *stream, int mode) { return capturing = 1, stream != (void *)64 || mode != 1; }
+int cuStreamEndCapture(void *stream, void **graph) {
+  if (!capturing) return 901;
+  return capturing = 0, ++graphs, *graph = (void *)65, stream != (void *)64;
+}
+int cuGraphInstantiateWithFlags(void **launchable, void *graph, unsigned long long flags) {
+  return ++graphs, *launchable = (void *)66, graph != (void *)65 || flags;
+}
+int cuGraphDestroy(void *graph) { return --graphs, graph != (void *)65; }
+int cuGraphExecDestroy(void *graph) { return --graphs, graph != (void *)66; }
+int cuGraphLaunch(void *graph, void *stream) { return ++launched, graph != (void *)66 || stream != (void *)64; }
 int cuMemHostAlloc(void **address, size_t n, unsigned flags) { return ++pinned, *address = malloc(n), flags != 1; }
 int cuMemFreeHost(void *address) { return --pinned, free(address), 0; }
 int cuMemGetInfo_v2(size_t *free, size_t *total) { return *free = (size_t)5 << 32, *total = (size_t)9 << 32, 0; }
 int cuGetErrorString(int error, const char **text) { return *text = "no such luck", 0; }
 int held(void) { return pinned; }
+int count(int what) { return what == 0 ? streams : what == 1 ? graphs : launched; }
 """
 
 
@@ -378,6 +395,27 @@ def test_a_state_lives_in_what_the_driver_allocates(driver: Path, monkeypatch: p
     del view
     gc.collect()
     assert held() == 0
+
+
+def test_streams_and_captures_are_the_drivers(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.device.LIBRARY", str(driver))
+    device, count = Device(), ctypes.CDLL(str(driver)).count
+    assert device.capability() == "12.1" and device.total_bytes() == 9 << 32
+    stream = device.stream()
+    device.wait(stream)
+    graph = device.capture(stream, lambda: None)
+    device.launch(graph, stream)
+    assert (count(0), count(1), count(2)) == (1, 1, 1)
+
+    def fails() -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        device.capture(stream, fails)
+    device.wait(stream)  # no capture is left
+    device.free_graph(graph)
+    device.close_stream(stream)
+    assert (count(0), count(1)) == (0, 0)
 
 
 def test_what_the_driver_refuses_is_one_sentence(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:

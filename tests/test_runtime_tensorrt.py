@@ -16,11 +16,14 @@ import fake_tensorrt
 import numpy as np
 import pytest
 import tiny_artefact as tiny
+from engines import make_engine
 from fake_tensorrt import FakeTensorRT, Gpu, make_plan
 
+from export.verify import verify
 from plugins.contract import TensorSpec
 from plugins.errors import UserError
 from plugins.geometry import Geometry
+from plugins.vqkv.config import VQKVConfig
 from runtime import canary
 from runtime.artefact import Artefact, state_bytes, write_config
 from runtime.canary import CANARY_STEPS
@@ -192,6 +195,35 @@ def test_the_self_check_replays_the_canary_on_the_plan(pair: tuple[Path, Path], 
     change(folder)
     with Engine.open(folder) as engine:
         assert all(check.ok for check in engine.self_check())
+
+
+def test_a_plan_for_one_sequence_replays_the_canary_one_by_one(
+    models: dict[str, Path], tmp_path: Path, fake: FakeTensorRT
+) -> None:
+    folder = make_plan(shutil.copytree(models["coded"], tmp_path / "e"), batch=(1, 1))
+    with Engine.open(models["coded"]) as plain:
+        canary.record(plain, np.array([prompt(30 + CANARY_STEPS, seed) for seed in (1, 2)]), folder)
+    with Engine.open(change(folder)) as engine:
+        assert engine.sequences == 1 and all(check.ok for check in engine.self_check())
+
+
+@pytest.mark.parametrize(
+    ("method", "flavour"),
+    [
+        ("vqkv", "bodies"),
+        pytest.param("vqkv", "plugins", marks=pytest.mark.slow),
+        pytest.param("none", "bodies", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_of_a_model_is_verified_against_it_and_its_references(
+    method: str, flavour: str, tmp_path: Path, fake: FakeTensorRT
+) -> None:
+    config = VQKVConfig.from_ratio(0.25, 32) if method == "vqkv" else None
+    make_engine(tmp_path / "e", "llama", config, num_hidden_layers=2)
+    folder = make_plan(tmp_path / "e", **FLAVOURS[flavour])
+    checks = verify(folder, str(tmp_path / "e-model"))  # a prompt has four parts
+    assert len(checks) == 3 + (method == "vqkv") and all(check.ok for check in checks)
+    assert max(fake.profiles) == 1
 
 
 # -- graphs
