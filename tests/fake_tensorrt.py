@@ -29,7 +29,7 @@ from runtime.artefact import Artefact, write_config
 
 MAGIC = b"FAKE"
 ALIGNMENT = 256
-HOST = ("live", "select_width")  # as shape inputs, if the plan has them
+ON_HOST = ("live", "select_width")  # roles of shape inputs
 DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "int32": "INT32", "int64": "INT64"}
 
 
@@ -183,6 +183,7 @@ def make_plan(
         "in_place": target.get("in_place", True),
         "plugins": plugins,
         "aliases": {spec.alias: spec.name for spec in artefact.states},
+        "roles": {spec.role: spec.name for spec in artefact.inputs if spec.role != "state"},
         "inputs": {spec.name: [spec.dtype, *_dims(spec.shape)] for spec in artefact.inputs},
         "outputs": {spec.name: [spec.dtype, *_dims(spec.shape)] for spec in artefact.outputs},
     }
@@ -220,7 +221,7 @@ def _ranges(artefact: Artefact, least: int, most: int, batch: tuple[int, int], p
     ):
         sizes = state_sizes(capacity, artefact.geometry, b) | {"sequence": s, "picks": p, "encode": e}
         ends.append({spec.name: spec.dims(sizes) for spec in artefact.inputs})
-    values = {role: [[0], [1], [artefact.max_length]] for role in HOST if any(role == s.name for s in artefact.inputs)}
+    values = {spec.name: [[0], [1], [artefact.max_length]] for spec in artefact.inputs if spec.role in ON_HOST}
     return {"shapes": {name: [ends[0][name], ends[0][name], ends[1][name]] for name in ends[0]}, "values": values}
 
 
@@ -311,6 +312,8 @@ class Plan:
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.tensors = about["inputs"] | about["outputs"]
+        self.roles = about["roles"]
+        self.host = [name for role, name in self.roles.items() if role in ON_HOST]
 
     @property
     def num_io_tensors(self) -> int:
@@ -333,13 +336,13 @@ class Plan:
         return self.tensors[name][1:]
 
     def get_tensor_location(self, name: str) -> Location:
-        return Location.HOST if name in HOST else Location.DEVICE
+        return Location.HOST if name in self.host else Location.DEVICE
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[list[int]]:
         return self.about["profiles"][profile_index]["shapes"][name]
 
     def get_tensor_profile_values(self, index: int, name: str) -> list[list[int]]:
-        assert name in HOST, "not an input shape binding"
+        assert name in self.host, "not an input shape binding"
         return self.about["profiles"][index]["values"][name]
 
     def create_execution_context(self, strategy: Strategy) -> Context:
@@ -398,7 +401,7 @@ class Context:
 
     def infer_shapes(self) -> list[str]:
         missing = [name for name in self.plan.about["inputs"] if name not in self.set_.shapes]
-        missing += [n for n in HOST if n in self.plan.about["inputs"] and not self.set_.addresses.get(n)]
+        missing += [name for name in self.plan.host if not self.set_.addresses.get(name)]
         if not missing:
             for name, value in self.values().items():
                 low, _, high = self.plan.get_tensor_profile_values(self.profile, name)
@@ -409,11 +412,10 @@ class Context:
     def values(self) -> dict[str, int]:
         """Of the inputs that the host reads."""
         found = {}
-        for name in HOST:
-            if name in self.plan.about["inputs"]:
-                address = self.set_.addresses[name]
-                assert self.gpu.on_host(address, 4), f"{name} is not in the host's memory"
-                found[name] = ctypes.c_int32.from_address(address).value
+        for name in self.plan.host:
+            address = self.set_.addresses[name]
+            assert self.gpu.on_host(address, 4), f"{name} is not in the host's memory"
+            found[name] = ctypes.c_int32.from_address(address).value
         return found
 
     def update_device_memory_size_for_shapes(self) -> int:
@@ -423,8 +425,7 @@ class Context:
         return self._needed()
 
     def _needed(self) -> int:
-        shapes = self.set_.shapes
-        return 512 + 4 * sum(prod(shape) for name, shape in shapes.items() if name in ("tokens", "logit_index"))
+        return 512 + 8 * prod(self.set_.shapes[self.plan.roles["tokens"]])
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert memory % ALIGNMENT == 0
@@ -493,8 +494,8 @@ def _shape_of(plan: Plan, name: str, settings: Settings, values: Mapping[str, in
     if name in plan.about["aliases"]:
         return settings.shapes[plan.about["aliases"][name]]
     if name == "logits":
-        return (*settings.shapes["logit_index"], plan.tensors[name][-1])
-    return settings.shapes["tokens"][0], values["select_width"]  # of a layer that observes
+        return (*settings.shapes[plan.roles["logit_index"]], plan.tensors[name][-1])
+    return settings.shapes[plan.roles["tokens"]][0], values[plan.roles["select_width"]]  # of a layer that observes
 
 
 def _view(gpu: Gpu, address: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
