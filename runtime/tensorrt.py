@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plugins.cache import cache_folder
 from plugins.contract import GROWTH, TensorSpec, state_sizes
 from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
@@ -95,6 +98,22 @@ class TensorRT:
         self.inputs = Room(memory, pinned=True)
         self.outputs = Room(memory)
         self._contexts: dict[int, Context] = {}
+        config = plan.create_runtime_config()
+        self.kernels_cache = KernelCache(config, artefact) if hasattr(config, "set_runtime_cache") else None
+
+    def create_context(self, captured: bool) -> Any:
+        """An IExecutionContext that computes in memory it is given; None when it cannot be had.
+
+        captured: all its steps have the same shapes.
+        """
+        module, config = self.module, self.plan.create_runtime_config()
+        config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self.kernels_cache is not None:
+            config.set_runtime_cache(self.kernels_cache.cache)
+            if captured:  # a graph keeps the kernels that there were when it was captured
+                strategy = module.DynamicShapesKernelSpecializationStrategy.EAGER
+                config.dynamic_shapes_kernel_specialization_strategy = strategy
+        return self.plan.create_execution_context(config)
 
     @property
     def kernels(self) -> str:
@@ -130,10 +149,37 @@ class TensorRT:
         self.graphs, self.why_none = None, f", no CUDA graphs: {reason}"
 
     def close(self) -> None:
+        if self.kernels_cache is not None and self.plan is not None:
+            self.kernels_cache.save()
         self._contexts.clear()
         for room in (self.activations, self.inputs, self.outputs):
             room.release()
         self.plan = None
+
+
+class KernelCache:
+    """Kernels that TensorRT-RTX compiled for this GPU: an IRuntimeCache for all contexts, kept for later processes."""
+
+    def __init__(self, config: Any, artefact: Artefact) -> None:
+        self.cache = config.create_runtime_cache()
+        self.path = cache_folder() / "tensorrt-rtx" / f"{artefact.config['digest'][:24]}.cache"
+        with suppress(OSError):  # TensorRT-RTX refuses what is of another GPU, driver or version
+            self.cache.deserialize(self.path.read_bytes())
+
+    def save(self) -> None:
+        """Write it, if there is anything new in it. Where that fails the next process compiles again."""
+        memory = self.cache.serialize()
+        data = b"" if memory is None else bytes(memory)
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            if not data or (self.path.is_file() and self.path.read_bytes() == data):
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            partial.replace(self.path)
+        except OSError as error:
+            log.warning("the kernels of %s are not kept: %s", self.path, error)
+            partial.unlink(missing_ok=True)
 
 
 class Room:
@@ -172,7 +218,7 @@ class Context:
 
     def __init__(self, backend: TensorRT, profile: Profile, captured: bool = False) -> None:
         self.backend = backend
-        self.context = _create_context(backend.module, backend.plan, captured)
+        self.context = backend.create_context(captured)
         if self.context is None or not self.context.set_optimization_profile_async(profile.index, backend.stream):
             raise RunError(f"no context of profile {profile.index} ({backend.logger.told()})", begun=False)
         backend.memory.wait(backend.stream)
@@ -620,19 +666,6 @@ def _agree(spec: TensorSpec, dtype: str, shape: tuple[int, ...]) -> bool:
     if DTYPES.get(dtype) != spec.dtype or len(shape) != len(spec.shape):
         return False
     return all(dim in (size, "vocab") for dim, size in zip(spec.shape, shape, strict=True) if size >= 0)
-
-
-def _create_context(module: Any, plan: Any, captured: bool) -> Any:
-    """A context whose memory for activations is given to it. captured: all its steps have the same shapes."""
-    own = module.ExecutionContextAllocationStrategy.USER_MANAGED
-    config = plan.create_runtime_config() if hasattr(plan, "create_runtime_config") else None
-    if captured and hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
-        # TensorRT-RTX compiles kernels for the shapes it meets; a graph keeps those that there were at its capture.
-        strategy = module.DynamicShapesKernelSpecializationStrategy.EAGER
-        config.dynamic_shapes_kernel_specialization_strategy = strategy
-        config.set_execution_context_allocation_strategy(own)
-        return plan.create_execution_context(config)
-    return plan.create_execution_context(own)
 
 
 def _put(host: np.ndarray, offset: int, array: np.ndarray) -> None:

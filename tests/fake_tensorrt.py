@@ -232,6 +232,7 @@ Location = Enum("Location", ["DEVICE", "HOST"])
 DataType = Enum("DataType", list(DTYPES.values()))
 Severity = Enum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"])
 Strategy = Enum("Strategy", ["STATIC", "ON_PROFILE_CHANGE", "USER_MANAGED"])
+Specialization = Enum("Specialization", ["LAZY", "EAGER", "NONE"])
 
 
 class ILogger:
@@ -248,12 +249,14 @@ class FakeTensorRT:
     ILogger = ILogger
     ExecutionContextAllocationStrategy = Strategy
 
-    def __init__(self, gpu: Gpu, version: str = "11.4.0.7") -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu, version: str = "11.4.0.7", rtx: bool = False) -> None:
+        self.gpu, self.rtx = gpu, rtx
+        if rtx:
+            self.DynamicShapesKernelSpecializationStrategy = Specialization
+        self.caches: list[Cache] = []
         self.__version__ = version
         self.libraries: list[str] = []
         self.profiles: list[int] = []  # of every launch
-        self.replaced = 0  # contexts
         self.fail = ""
         self.registry: list[str] = []
 
@@ -301,6 +304,47 @@ class Registry:
         return [SimpleNamespace(plugin_namespace=name) for name in self.module.registry]
 
 
+class Config:
+    """An IRuntimeConfig of TensorRT."""
+
+    strategy: Strategy | None = None
+
+    def set_execution_context_allocation_strategy(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+
+class RtxConfig(Config):
+    """An IRuntimeConfig of TensorRT-RTX."""
+
+    dynamic_shapes_kernel_specialization_strategy = Specialization.LAZY
+    cache: Cache | None = None
+
+    def __init__(self, module: FakeTensorRT) -> None:
+        self.module = module
+
+    def create_runtime_cache(self) -> Cache:
+        self.module.caches.append(Cache())
+        return self.module.caches[-1]
+
+    def set_runtime_cache(self, cache: Cache) -> bool:
+        self.cache = cache
+        return True
+
+
+class Cache:
+    """An IRuntimeCache."""
+
+    def __init__(self) -> None:
+        self.kernels: list[str] = []
+
+    def serialize(self) -> bytes:
+        return json.dumps(self.kernels).encode()
+
+    def deserialize(self, blob: bytes) -> bool:
+        self.kernels = json.loads(blob)
+        return True
+
+
 class Plan:
     """An ICudaEngine."""
 
@@ -345,8 +389,14 @@ class Plan:
         assert name in self.host, "not an input shape binding"
         return self.about["profiles"][index]["values"][name]
 
-    def create_execution_context(self, strategy: Strategy) -> Context:
-        assert strategy is Strategy.USER_MANAGED
+    def create_runtime_config(self) -> Config:
+        return RtxConfig(self.module) if self.module.rtx else Config()
+
+    def create_execution_context(self, config: Config) -> Context:
+        assert config.strategy is Strategy.USER_MANAGED
+        if isinstance(config, RtxConfig):
+            assert config.cache is not None, "kernels would be compiled anew for every context"
+            config.cache.kernels.append(config.dynamic_shapes_kernel_specialization_strategy.name)
         return Context(self)
 
 

@@ -50,11 +50,13 @@ def gpu() -> Gpu:
 
 
 @pytest.fixture
-def fake(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
-    module = FakeTensorRT(gpu)
+def fake(request: pytest.FixtureRequest, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
+    """The module that the test's engine loads."""
+    bodies = "bodies" in request.node.name
+    module = FakeTensorRT(gpu, rtx=bodies)
     monkeypatch.setattr("runtime.tensorrt.device", lambda: gpu)
-    for name in ("tensorrt", "tensorrt_rtx"):
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx" if bodies else "tensorrt", module)
+    monkeypatch.setenv("KVPACK_CACHE", str(tmp_path / "cache"))
     return module
 
 
@@ -289,6 +291,23 @@ def test_all_memory_comes_back(pair: tuple[Path, Path], fake: FakeTensorRT, gpu:
         assert whole - gpu.left == engine.workspace > 0
     gc.collect()
     assert gpu.left == whole and not gpu.held and not any(gpu.queues.values())
+
+
+def test_kernels_compiled_for_a_gpu_are_shared_and_kept(
+    models: dict[str, Path], tmp_path: Path, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.rtx, fake.DynamicShapesKernelSpecializationStrategy = True, fake_tensorrt.Specialization
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
+    folder = make_plan(shutil.copytree(models["dense"], tmp_path / "e"), **FLAVOURS["bodies"])
+    for _ in range(2):
+        with Engine.open(folder) as engine, engine.session() as session:
+            session.prefill(prompt(20))
+            for token in prompt(8):
+                session.decode([token])
+    first, second = fake.caches  # one per engine; the second begins with what the first had
+    assert first.kernels == ["LAZY", "LAZY", "EAGER", "EAGER"]  # by profile, and for graphs over either buffer
+    assert second.kernels == 2 * first.kernels
+    assert [path.suffix for path in (tmp_path / "cache" / "tensorrt-rtx").iterdir()] == [".cache"]
 
 
 # -- failures
@@ -563,13 +582,15 @@ def bindings() -> Any:
 
 
 def test_everything_that_is_called_exists_in_tensorrt(bindings: Any) -> None:
-    own = {"error", "values"}
+    own = {"error", "values", "strategy", "cache"}
     names = {
         "Runtime": fake_tensorrt.Runtime,
         "IPluginRegistry": fake_tensorrt.Registry,
         "ICudaEngine": fake_tensorrt.Plan,
         "IExecutionContext": fake_tensorrt.Context,
         "ILogger": fake_tensorrt.ILogger,
+        "IRuntimeConfig": fake_tensorrt.RtxConfig,
+        "IRuntimeCache": fake_tensorrt.Cache,
     }
     seen = 0
     for name, stand_in in names.items():
@@ -580,9 +601,6 @@ def test_everything_that_is_called_exists_in_tensorrt(bindings: Any) -> None:
     assert seen > 20
     assert hasattr(bindings.Runtime, "engine_host_code_allowed") and hasattr(bindings.Runtime, "logger")
     assert hasattr(bindings.IPluginCreatorV3One, "plugin_namespace")
-    assert hasattr(bindings.ICudaEngine, "create_runtime_config")
-    for member in ("set_execution_context_allocation_strategy", "dynamic_shapes_kernel_specialization_strategy"):
-        assert hasattr(bindings.IRuntimeConfig, member)
     for group, members in (
         ("ExecutionContextAllocationStrategy", {"USER_MANAGED"}),
         ("DynamicShapesKernelSpecializationStrategy", {"EAGER"}),
