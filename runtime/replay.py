@@ -109,7 +109,13 @@ class Replays:
         encode = feeds["enc_src"].shape[1] if "enc_src" in feeds else 0
         count = int(feeds["select_len"].max()) if "select_len" in feeds else 0
         live = room(int(feeds["live"]), self.capacity) if self.follow else self.capacity
-        return Kind(encode, room(count, self.artefact.geometry.encoded(live)) if count else 0, live, side)
+        selected = 0
+        if count:
+            geometry = self.artefact.geometry
+            longest = np.array([max(self.artefact.max_length, self.capacity)])
+            width = int(geometry.selection(longest, int(longest[0]), single=True)[1])  # no step has more
+            selected = room(count, min(geometry.encoded(live), width))
+        return Kind(encode, selected, live, side)
 
     def step(self, kind: Kind, bind: Callable[[Kind, int], Recorded]) -> Recorded | None:
         """The step of a kind, to run now; None: run it as it is.
@@ -121,7 +127,7 @@ class Replays:
         if found is None and self.uses[kind] >= CAPTURE_AFTER and (number := self.numbers.take()) is not None:
             try:
                 found = self.recorded[kind] = bind(kind, number)
-            except MemoryError:
+            except BaseException:
                 self.numbers.give_back()
                 raise
         self.uses[kind] += 1

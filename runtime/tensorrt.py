@@ -27,6 +27,7 @@ from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
 from runtime.backend import Answer, Feeds, RunError
 from runtime.device import ALIGNMENT, Block, Streams, device, side_by_side
+from runtime.external import check_external_data
 from runtime.replay import Kind, Numbers, Recorded, Replays
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ MODULES = {
     "tensorrt-rtx": (("tensorrt_rtx", "tensorrt_rtx_bindings"), "TensorRT-RTX"),
 }
 ANY_GPU = "current"  # in "sm": built for the GPU of the machine that built it, of which only TensorRT knows more
+AMPERE_PLUS = "8.0+"
 DTYPES = {
     "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8", "INT32": "int32", "INT64": "int64",
 }  # fmt: skip
@@ -289,7 +291,7 @@ class Captured:
     """The binding of a `Recorded`: a context that nobody touches after the capture, and the graph made of it."""
 
     context: Context
-    numbers: np.ndarray  # the host's memory of the inputs that the host reads
+    numbers: Block  # inputs that are the same in every replay
     inputs: Mapping[str, Place]
     outputs: Mapping[str, Place]
     values: Mapping[str, int]  # of the inputs that the host reads
@@ -441,22 +443,22 @@ class PlanSteps:
             return self._replays.step(self._replays.kind(feeds, state.side), self._record)
         except MemoryError:  # it goes without
             return None
-        except RunError as error:
+        except (RunError, UserError) as error:
             backend.give_up_graphs(str(error))
             return None
 
     def _record(self, kind: Kind, number: int) -> Recorded:
         """A step of a kind, not captured yet, with everything where it stays."""
         backend, replays = self.backend, self._replays
-        numbers = replays.numbers_of(kind)
-        host = backend.memory.staging(ALIGNMENT * max(len(numbers), 1))
+        given = {role: value for role, value in replays.numbers_of(kind).items() if role in self._names}
+        numbers = Block(backend.memory, ALIGNMENT * max(len(given), 1))
         inputs = {self._names[r]: (shape, at) for r, (at, shape) in replays.inputs_of(kind).items() if r in self._names}
         values = {}
-        for place, (role, value) in enumerate(numbers.items()):
-            if role in self._names:
-                name = self._names[role]
-                _put(host, place * ALIGNMENT, np.array(value, np.int32))
-                inputs[name] = (), host.ctypes.data + place * ALIGNMENT
+        for place, (role, value) in enumerate(given.items()):
+            name, offset = self._names[role], place * ALIGNMENT
+            numbers.upload({offset: np.array(value, np.int32)})
+            inputs[name] = (), (numbers.host.ctypes.data if name in backend.on_host else numbers.address) + offset
+            if name in backend.on_host:
                 values[name] = value
         shapes = {name: dims for name, (dims, _) in inputs.items()} | self._state_shapes(self.state.capacity)
         tensors = self._answers((self.state.batch, 1), kind.selected)
@@ -467,7 +469,7 @@ class PlanSteps:
         outputs[self._logits] = replays.logits_shape, replays.logits.address
         context = Context(backend, backend.profile(shapes, values), captured=True)
         context.bind(self.state, self._binding)
-        recorded = Recorded(number, Captured(context, host, inputs, outputs, values, scratch))
+        recorded = Recorded(number, Captured(context, numbers, inputs, outputs, values, scratch))
         weakref.finalize(recorded, backend.graphs.give_back)
         return recorded
 
@@ -510,7 +512,8 @@ def open_plan(artefact: Artefact, library: str | Path | bool | None, cuda_graphs
     path, plugins = artefact.path / _file(artefact, target.get("plan")), _plugins(artefact, library)
     module, title = _module(backend)
     memory = device()
-    capability, wanted = memory.capability(), target.get("sm", [ANY_GPU])
+    capability = memory.capability()
+    wanted = [AMPERE_PLUS] if target.get("hardware_compatible") else target.get("sm", [ANY_GPU])
     if not _runs_on(wanted, capability):
         raise UserError(
             f"{artefact.path} was built for GPUs of SM {', '.join(wanted)} and this one is of SM {capability}: "
@@ -520,6 +523,7 @@ def open_plan(artefact: Artefact, library: str | Path | bool | None, cuda_graphs
     runtime = module.Runtime(logger)
     if plugins is not None and not _register(runtime.get_plugin_registry(), plugins):
         raise UserError(f"{title} cannot load the plugins of {plugins} ({logger.told()}): {REBUILD}.")
+    logger.told()  # of a registry that has them already
     if target.get("version_compatible"):
         runtime.engine_host_code_allowed = True  # such a plan brings its runtime with it, and its hash was checked
     with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -532,9 +536,23 @@ def open_plan(artefact: Artefact, library: str | Path | bool | None, cuda_graphs
             f"SM {', '.join(wanted)}, and here are {title} {module.__version__} and SM {capability}: install that "
             f"version, or {REBUILD}."
         )
+    if target.get("weights") is not None:
+        _refit(module, plan, logger, artefact, target["weights"])
     _check_contract(artefact, path, plan)
     version = ".".join(module.__version__.split(".")[:2])
     return TensorRT(artefact, module, runtime, plan, memory, f"{title} {version}", cuda_graphs)
+
+
+def _refit(module: Any, plan: Any, logger: Any, artefact: Artefact, name: str) -> None:
+    """Give a plan that was built without weights those of the engine's graph. Raises UserError."""
+    path = artefact.path / _file(artefact, name)
+    check_external_data(path, {name: entry["bytes"] for name, entry in artefact.config["files"].items()}, REBUILD)
+    refitter = module.Refitter(plan, logger)
+    parser = module.OnnxParserRefitter(refitter, logger)
+    if not parser.refit_from_file(str(path)) or not refitter.refit_cuda_engine():
+        raise UserError(
+            f"the plan of {artefact.path} does not take the weights of {path} ({logger.told()}): {REBUILD}."
+        )
 
 
 def _logger(module: Any) -> Any:
@@ -612,9 +630,8 @@ def _runs_on(wanted: Sequence[str], capability: str) -> bool:
     def number(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(".")))
 
-    own = number(capability)
     return any(
-        sm == ANY_GPU or number(sm.rstrip("+")) == own or (sm.endswith("+") and number(sm[:-1]) <= own) for sm in wanted
+        sm in (ANY_GPU, capability) or (sm.endswith("+") and number(sm[:-1]) <= number(capability)) for sm in wanted
     )
 
 

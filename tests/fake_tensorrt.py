@@ -169,11 +169,14 @@ def make_plan(
     picks: int | None = None,
     sm: Sequence[str] = ("8.9",),
     plugins: bool = True,
+    on_host: bool = True,
+    stripped: bool = False,
     **target: Any,
 ) -> Path:
     """Turn an engine for ONNX Runtime into one whose plan a `FakeTensorRT` runs. Returns the folder.
 
-    tokens: fewest and most of each profile. picks: most logits of a step (default: as many as tokens).
+    tokens: fewest and most of each profile. picks: most logits of a step (default: as many as tokens). on_host:
+    whether `live` and `select_width` are shape inputs. stripped: the plan has no weights, which stay in the graph.
     """
     artefact = Artefact.open(folder)
     model = onnx.load(folder / "model.onnx")
@@ -182,6 +185,8 @@ def make_plan(
         "profiles": profiles,
         "in_place": target.get("in_place", True),
         "plugins": plugins,
+        "host": [spec.name for spec in artefact.inputs if spec.role in ON_HOST and on_host],
+        "stripped": stripped,
         "aliases": {spec.alias: spec.name for spec in artefact.states},
         "roles": {spec.role: spec.name for spec in artefact.inputs if spec.role != "state"},
         "inputs": {spec.name: [spec.dtype, *_dims(spec.shape)] for spec in artefact.inputs},
@@ -189,8 +194,12 @@ def make_plan(
     }
     head = json.dumps(about).encode()
     (folder / "engine.plan").write_bytes(MAGIC + len(head).to_bytes(4, "little") + head + model.SerializeToString())
-    for name in ("model.onnx", "model.onnx.data"):
-        (folder / name).unlink(missing_ok=True)
+    if stripped:
+        (folder / "model.onnx").rename(folder / "plan.onnx")
+        target["weights"] = "plan.onnx"
+    else:
+        for name in ("model.onnx", "model.onnx.data"):
+            (folder / name).unlink(missing_ok=True)
     if plugins:
         (folder / "libkvpack_tensorrt.so").write_bytes(b"kvpack's plugins")
     config = {key: value for key, value in artefact.config.items() if key not in ("files", "digest")}
@@ -251,6 +260,7 @@ class FakeTensorRT:
 
     def __init__(self, gpu: Gpu, version: str = "11.4.0.7", rtx: bool = False) -> None:
         self.gpu, self.rtx = gpu, rtx
+        self.Refitter, self.OnnxParserRefitter = Refitter, OnnxParserRefitter
         if rtx:
             self.DynamicShapesKernelSpecializationStrategy = Specialization
         self.caches: list[Cache] = []
@@ -285,6 +295,27 @@ class Runtime:
 
     def error(self, message: str) -> None:
         self.logger.log(Severity.ERROR, message)
+
+
+class Refitter:
+    def __init__(self, engine: Plan, logger: Any) -> None:
+        self.engine, self.given = engine, ""
+
+    def refit_cuda_engine(self) -> bool:
+        self.engine.has_weights = bool(self.given)
+        return self.engine.has_weights
+
+
+class OnnxParserRefitter:
+    def __init__(self, refitter: Refitter, logger: Any) -> None:
+        self.refitter, self.logger = refitter, logger
+
+    def refit_from_file(self, model: str) -> bool:
+        if len(onnx.load(model).graph.initializer) < 2:
+            self.logger.log(Severity.ERROR, "weights are missing")
+            return False
+        self.refitter.given = model
+        return True
 
 
 class Registry:
@@ -357,7 +388,8 @@ class Plan:
         self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.tensors = about["inputs"] | about["outputs"]
         self.roles = about["roles"]
-        self.host = [name for role, name in self.roles.items() if role in ON_HOST]
+        self.host = about["host"]
+        self.has_weights = not about["stripped"]
 
     @property
     def num_io_tensors(self) -> int:
@@ -500,6 +532,8 @@ class Context:
             same = self.set_.addresses[out] == self.set_.addresses[source]
             if same != plan.about["in_place"]:
                 return self.error(f"{out} and {source} must {'' if plan.about['in_place'] else 'not '}be in one place")
+        if not plan.has_weights:
+            return self.error("the engine has no weights")
         if module.fail:
             reason, module.fail = module.fail, ""
             return self.error(reason)
