@@ -60,8 +60,8 @@ class Backend(Protocol):
 class Steps(Protocol):
     """Runs steps over one session's state. Used by one thread at a time, `interrupt` by any."""
 
-    def check(self, capacity: int) -> None:
-        """Raises UserError when no step can have a state of so many tokens."""
+    def fitting(self, capacity: int) -> int:
+        """The least capacity from `capacity` on that a state may have. Raises UserError when there is none."""
 
     def most(self) -> tuple[int, int] | None:
         """Tokens and logits per sequence of the largest step over the state as it is; None: any number."""

@@ -93,8 +93,8 @@ class OnnxSteps:
         self._replays: Replays | None = None
         self._options: Any = None  # RunOptions of the step in progress
 
-    def check(self, capacity: int) -> None:
-        pass
+    def fitting(self, capacity: int) -> int:
+        return capacity
 
     def most(self) -> None:
         return None

@@ -159,6 +159,7 @@ class Session:
             stored = int(snapshot.lengths.max())
             if snapshot.arrays:
                 capacity = max(self.capacity, capacity_for(stored, self.engine.artefact.max_length))
+                capacity = self._steps.fitting(capacity)
                 with self._moving(capacity):
                     self._state.load(snapshot.arrays, capacity, stored)
             self.lengths = snapshot.lengths.copy()
@@ -251,6 +252,7 @@ class Session:
         return tokens, new
 
     def _allocate(self, capacity: int) -> None:
+        capacity = self._steps.fitting(capacity)
         with self._moving(capacity):
             self._state.allocate(capacity, int(self.lengths.max()))
 
@@ -258,7 +260,6 @@ class Session:
     def _moving(self, capacity: int) -> Iterator[None]:
         """While the state moves to buffers of `capacity` tokens."""
         before = self.capacity
-        self._steps.check(capacity)
         self.engine.reserve(self, capacity)
         with self._alone():
             self._steps.close()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugins.cache import cache_folder
-from plugins.contract import GROWTH, TensorSpec, state_sizes
+from plugins.contract import GROWTH, TensorSpec, capacity_for, state_sizes
 from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
 from runtime.backend import Answer, Feeds, RunError
@@ -140,9 +140,12 @@ class TensorRT:
         for profile in self.profiles:
             if profile.holds(shapes, values):
                 return profile
+        raise self.no_profile(shapes, values)
+
+    def no_profile(self, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, int]) -> UserError:
         nearest = min((profile.outside(shapes, values) for profile in self.profiles), key=len)
-        raise UserError(
-            f"no profile of {self.artefact.path} holds such a step ({'; '.join(nearest)}): use fewer or shorter "
+        return UserError(
+            f"no profile of {self.artefact.path} holds such a step ({'; '.join(nearest[:3])}): use fewer or shorter "
             f"sequences, or {REBUILD} for these."
         )
 
@@ -320,10 +323,11 @@ class PlanSteps:
                 f"use another number of them, or {REBUILD} for it."
             )
 
-    def check(self, capacity: int) -> None:
-        shapes = self._state_shapes(capacity)
-        if not any(profile.holds(shapes) for profile in self.backend.profiles):
-            self.backend.profile(shapes, {})  # raises
+    def fitting(self, capacity: int) -> int:
+        for tokens in (capacity, capacity_for(capacity, self.backend.artefact.max_length)):  # plans begin with a step
+            if any(profile.holds(self._state_shapes(tokens)) for profile in self.backend.profiles):
+                return tokens
+        raise self.backend.no_profile(self._state_shapes(capacity), {})
 
     def most(self) -> tuple[int, int]:
         shapes = self._state_shapes(self.state.capacity)

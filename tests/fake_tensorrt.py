@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from plugins.contract import ONNX_TYPES, state_sizes
+from plugins.contract import CAPACITY_STEP, ONNX_TYPES, state_sizes
 from runtime.artefact import Artefact, write_config
 
 MAGIC = b"FAKE"
@@ -225,7 +225,7 @@ def _ranges(artefact: Artefact, least: int, most: int, batch: tuple[int, int], p
     block = artefact.geometry.block if artefact.geometry else 0
     ends = []
     for capacity, b, s, p, e in (
-        (1, batch[0], least, 1, 0),
+        (min(CAPACITY_STEP, artefact.max_length), batch[0], least, 1, 0),
         (artefact.max_length, batch[1], most, picks, most + block),
     ):
         sizes = state_sizes(capacity, artefact.geometry, b) | {"sequence": s, "picks": p, "encode": e}

@@ -183,6 +183,12 @@ def test_snapshots_cross_between_onnx_runtime_and_a_plan(
             decode_all(device, tokens[:30], 0)
 
 
+def test_a_small_capacity_is_rounded_up_to_what_the_plan_takes(engine: Engine) -> None:
+    with engine.session(capacity=30) as session:
+        assert session.capacity == 256
+        decode_all(session, prompt(20), 0)
+
+
 def test_synthetic_content_is_read_without_complaint(engine: Engine) -> None:
     with engine.session(capacity=400) as session:
         session.fill(350)
@@ -422,6 +428,8 @@ def test_what_no_profile_holds_is_refused_before_anything_is_written(plan: Path,
             with pytest.raises(UserError, match=r"no profile of .* holds such a step \(codes .* is not between"):
                 session.allocate(5000)
             assert session.capacity == 256
+            session.allocate(257)
+            assert session.capacity == 257
             decode_all(session, [1, 2, 3, 4, 5], 3)
 
 
