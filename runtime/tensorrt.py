@@ -100,6 +100,7 @@ class TensorRT:
         self.inputs = Room(memory, pinned=True)
         self.outputs = Room(memory)
         self._contexts: dict[int, Context] = {}
+        self._told_parts = False
         config = plan.create_runtime_config()
         self.kernels_cache = KernelCache(config, artefact) if hasattr(config, "set_runtime_cache") else None
 
@@ -148,6 +149,16 @@ class TensorRT:
             f"no profile of {self.artefact.path} holds such a step ({'; '.join(nearest[:3])}): use fewer or shorter "
             f"sequences, or {REBUILD} for these."
         )
+
+    def tell_parts(self, width: int) -> None:
+        """Say once what it means that a prompt is split."""
+        if not self._told_parts and self.artefact.geometry is not None:
+            log.warning(
+                "%s: prompts of more than %d tokens are read in parts, of which the later attend to the compressed "
+                "cache of the earlier: build the plan with larger --prefill-tokens to read them exactly",
+                self.artefact.path, width,
+            )  # fmt: skip
+        self._told_parts = True
 
     def give_up_graphs(self, reason: str) -> None:
         log.warning("decode steps run without CUDA graphs: %s", reason)
@@ -351,6 +362,8 @@ class PlanSteps:
     def run(self, parts: Sequence[Feeds], watch: bool) -> list[Answer]:
         for feeds in parts:  # all of them, before anything is written
             self._profile(feeds)
+        if len(parts) > 1:
+            self.backend.tell_parts(parts[0]["tokens"].shape[1])
         answers: list[Answer] = []
         self._stop.clear()
         self._running.set()

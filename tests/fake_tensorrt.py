@@ -101,6 +101,9 @@ class Gpu:
     def free_bytes(self) -> int:
         return self.left
 
+    def total_bytes(self) -> int:
+        return self.left + sum(size for _, size in self.held.values())
+
     def stream(self) -> int:
         self.streams += 1
         self.queues[self.streams] = []

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from plugins.geometry import Geometry
 from plugins.vqkv.config import VQKVConfig
 from runtime import canary
 from runtime.artefact import Artefact, state_bytes, write_config
+from runtime.backend import provider_for
+from runtime.bench.latency import visit
+from runtime.bench.oom import base, longest_planned, trial
+from runtime.bench.process import asked
 from runtime.canary import CANARY_STEPS
 from runtime.cli import main
 from runtime.engine import Engine
@@ -124,13 +129,14 @@ def test_a_plan_gives_the_logits_of_the_reference_across_blocks_and_growth(
     assert gpu.launched > 120 and fake.profiles[0] == 1 and set(fake.profiles[1:]) == {0}
 
 
-def test_a_prompt_of_many_parts_gives_all_its_logits(engine: Engine, fake: FakeTensorRT) -> None:
+def test_a_prompt_of_many_parts_gives_all_its_logits(engine: Engine, fake: FakeTensorRT, caplog) -> None:
     tokens = prompt(64 * 5 + 1)  # the last token has a part of its own, which is no decode step
-    with engine.session() as session:
+    with engine.session() as session, caplog.at_level(logging.WARNING, "kvpack"):
         np.testing.assert_array_equal(session.prefill(tokens, "all")[0], tiny.reference(tokens))
         assert session.lengths.tolist() == [len(tokens)] and set(fake.profiles) == {1}
         decode_all(session, tokens + prompt(9, seed=1), len(tokens))
     with engine.session() as session:
+        assert caplog.text.count("larger --prefill-tokens") == (engine.artefact.geometry is not None)
         picks = [300, 3, 64, 63, 3, 320]
         np.testing.assert_array_equal(session.prefill(tokens, picks)[0], tiny.reference(tokens)[picks])
 
@@ -148,6 +154,24 @@ def test_ragged_sequences_are_told_apart_in_parts_and_graphs(engine: Engine, gpu
                 np.testing.assert_array_equal(got[b], tiny.reference(row[: start + step + 1])[-1])
         session.step([rows[0][:2], [], rows[2][:70]])
     assert gpu.launched > 8
+
+
+def test_sessions_of_several_threads_share_the_gpu(engine: Engine) -> None:
+    wanted, found = {}, {}
+
+    def run(seed: int, into: dict[int, list[int]]) -> None:
+        params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=seed)
+        with engine.session() as session:
+            into[seed] = [token.id for token in session.generate(prompt(70 + seed, seed), params)]
+
+    for seed in range(4):
+        run(seed, wanted)
+    threads = [threading.Thread(target=run, args=(seed, found)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == wanted and len(set(map(tuple, found.values()))) == 4
 
 
 def test_generated_tokens_and_selections_are_those_of_onnx_runtime(pair: tuple[Path, Path], fake: FakeTensorRT) -> None:
@@ -575,6 +599,20 @@ def test_info_tells_what_an_engine_is_and_what_computes_it(
     assert told["kernels"] == "TensorRT 11.4, plugins, CUDA graphs"
     assert main(["info", "--engine", str(plan), "--no-cuda-graphs"]) == 0
     assert "TensorRT 11.4, plugins" in capsys.readouterr().out
+
+
+def test_benches_measure_a_plan(plan: Path, fake: FakeTensorRT, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.left = 1 << 24
+    monkeypatch.setattr("runtime.bench.memory.device", lambda: gpu)
+    job = asked(str(plan), provider_for([Artefact.open(plan)], None), None, True, False) | {
+        "input_len": 70, "output_len": 4, "batch": 2, "prefill": [70], "past": [100], "decode": [[2, 90]], "seed": 0,
+        "memory": 1 << 22, "untouched": 0, "what": "context", "tokens": 512,
+    }  # fmt: skip
+    seen = visit(job)
+    assert seen["kernels"] == "TensorRT 11.4, plugins, CUDA graphs" and gpu.launched > 0
+    assert base(job)["base"] > 0
+    assert 0 < trial(job)["peak"] < 1 << 22  # leaves a ballast behind
+    assert longest_planned(Artefact.open(plan), 1 << 30) == LIMIT // 256 * 256
 
 
 # -- parts of a step
