@@ -36,10 +36,11 @@ from runtime.canary import CANARY_STEPS
 from runtime.cli import main
 from runtime.engine import Engine
 from runtime.parts import joined, split
+from runtime.plan import _runs_on
 from runtime.sampling import SamplingParams
 from runtime.session import Interrupted, StepFailed
 from runtime.state import State
-from runtime.tensorrt import PlanSteps, _runs_on
+from runtime.tensorrt import PlanSteps
 
 LIMIT = 1500
 KINDS = {"dense": None, "coded": tiny.SMALL, "selecting": tiny.SELECTING}
@@ -60,7 +61,7 @@ def fake(request: pytest.FixtureRequest, gpu: Gpu, monkeypatch: pytest.MonkeyPat
     """The module that the test's engine loads."""
     bodies = "bodies" in request.node.name
     module = FakeTensorRT(gpu, rtx=bodies)
-    monkeypatch.setattr("runtime.tensorrt.device", lambda: gpu)
+    monkeypatch.setattr("runtime.plan.device", lambda: gpu)
     monkeypatch.setitem(sys.modules, "tensorrt_rtx" if bodies else "tensorrt", module)
     monkeypatch.setenv("KVPACK_CACHE", str(tmp_path / "cache"))
     return module
@@ -696,7 +697,7 @@ def test_everything_that_is_called_exists_in_tensorrt(bindings: Any) -> None:
 def test_tensorrts_own_runtime_says_why_a_file_is_no_plan(
     bindings: Any, plan: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.tensorrt.device", lambda: gpu)
+    monkeypatch.setattr("runtime.plan.device", lambda: gpu)
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", bindings)
     change(plan, backend="tensorrt-rtx", plugins=None, versions={"tensorrt_rtx": "1.6.0"})
     with pytest.raises(UserError) as caught:

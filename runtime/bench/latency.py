@@ -56,9 +56,8 @@ def latency(
     Times are medians over the repeats (and steps), ITL is of all gaps together. Ratios are to the first engine, more
     than 1 is slower. "peak_resident_bytes" is the most memory (on CUDA, of the device) that a visit's process held up
     to the end of the generation, loading included. provider, library, cuda_graphs: as for `Engine.open`, but that all
-    engines run where one of them must. transformers: a Hugging
-    Face folder, whose decode steps with a static cache are measured beside, in the first engine's dtype
-    (`runtime.bench.static_cache`). Raises UserError.
+    engines run where one of them must. transformers: a Hugging Face folder, whose decode steps with a static cache are
+    measured beside, in the first engine's dtype (`runtime.bench.static_cache`). Raises UserError.
     """
     artefacts = opened(engines)
     provider = provider_for(artefacts, provider)
