@@ -211,22 +211,21 @@ def run_info(args: argparse.Namespace) -> None:
             "provider": engine.provider,
             "kernels": engine.kernels,
             "max_length": artefact.max_length,
-            "cache_bytes": {str(length): state_bytes(artefact, length)},
+            "cache_tokens": length,
+            "cache_bytes": state_bytes(artefact, length),
         }
     if args.json:
         print(json.dumps(told))
         return
+    told |= {
+        "built_with": ", ".join(f"{name} {version}" for name, version in told["built_with"].items()),
+        "sm": ", ".join(told["sm"]),
+        "profiles": ", ".join(profile["name"] for profile in told["profiles"]),
+    }
     for name, value in told.items():
         if value:
-            print(f"{name.replace('_', ' ')}: {_told(value)}")
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(part)}" for name, part in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_told, value)) if all(isinstance(x, str) for x in value) else "; ".join(map(_told, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+            shown = f"{value:,}" if isinstance(value, int) else value
+            print(f"{name.replace('_', ' ')}: {shown}")
 
 
 def run_generate(args: argparse.Namespace) -> None:

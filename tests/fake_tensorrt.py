@@ -212,7 +212,7 @@ def make_plan(
         "sm": list(sm),
         "plan": "engine.plan",
         "plugins": "libkvpack_tensorrt.so" if plugins else None,
-        "profiles": [],
+        "profiles": [{"name": "decode" if most == 1 else f"prefill-{most}"} for _, most in tokens],
         "in_place": True,
     } | target
     write_config(folder, config)

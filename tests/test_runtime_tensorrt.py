@@ -599,7 +599,9 @@ def test_info_tells_what_an_engine_is_and_what_computes_it(
     assert (told["backend"], told["provider"], told["max_length"]) == ("tensorrt", "cuda", LIMIT)
     assert told["kernels"] == "TensorRT 11.4, plugins, CUDA graphs"
     assert main(["info", "--engine", str(plan), "--no-cuda-graphs"]) == 0
-    assert "TensorRT 11.4, plugins" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "kernels: TensorRT 11.4, plugins" in lines and "profiles: decode, prefill-64" in lines
+    assert f"cache bytes: {told['cache_bytes']:,}" in lines
 
 
 def test_benches_measure_a_plan(plan: Path, fake: FakeTensorRT, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
