@@ -28,7 +28,7 @@ from runtime.replay import Kind, Numbers, Recorded, Replays
 if TYPE_CHECKING:
     from runtime.state import State
 
-GRAPHS = 64  # captured steps that an engine keeps at once: each has a context
+GRAPHS = 16  # captured steps that an engine keeps at once: each has a context, with tables of its own in the plugins
 log = logging.getLogger("kvpack")
 
 
@@ -231,9 +231,8 @@ class PlanSteps:
 
     def _run(self, feeds: Feeds, watch: bool) -> Answer:
         recorded = None if watch else self._recorded(feeds)
-        if recorded is None:
-            return self._plain_run(feeds, watch)
-        return self._replayed(recorded, feeds), {}
+        logits = None if recorded is None else self._replayed(recorded, feeds)
+        return self._plain_run(feeds, watch) if logits is None else (logits, {})
 
     def _plain_run(self, feeds: Feeds, watch: bool) -> Answer:
         """Logits, float32 [B, P, V], and the rows that observing layers chose when they are watched."""
@@ -319,8 +318,11 @@ class PlanSteps:
         weakref.finalize(recorded, backend.graphs.give_back)
         return recorded
 
-    def _replayed(self, step: Recorded, feeds: Feeds) -> np.ndarray:
-        """Logits, float32 [B, 1, V], of a captured step, or of one that was captured just now, if it could be."""
+    def _replayed(self, step: Recorded, feeds: Feeds) -> np.ndarray | None:
+        """Logits, float32 [B, 1, V], of a captured step, or of one that is captured now; None: that was not possible.
+
+        What cannot be captured ends all capturing.
+        """
         backend, own = self.backend, step.binding
         self._replays.feed(feeds)
         room = backend.activations
@@ -328,16 +330,17 @@ class PlanSteps:
             backend.memory.launch(own.graph, backend.stream)
             backend.memory.wait(backend.stream)
             return self._replays.answer()
-        own.context.prepare(own.inputs, own.outputs, own.values)
-        own.context.launch()  # what TensorRT puts off until the first run must not be captured
-        backend.memory.wait(backend.stream)
-        answer = self._replays.answer()
+        answer = None
         try:
+            own.context.prepare(own.inputs, own.outputs, own.values)
+            own.context.launch()  # what TensorRT puts off until the first run must not be captured
+            backend.memory.wait(backend.stream)
+            answer = self._replays.answer()
             self._capture(step, own)
-        except Exception as error:  # of the driver or of TensorRT; the step has run all the same
+        except Exception as error:  # of the driver or of TensorRT, which may want memory for one more context
             backend.logger.told()
-            backend.give_up_graphs(str(error).strip().splitlines()[0])
-        return answer
+            backend.give_up_graphs((str(error).strip().splitlines() or [type(error).__name__])[0])
+        return answer  # without one the step runs anew: it writes no row that it reads
 
     def _capture(self, step: Recorded, own: Captured) -> None:
         backend = self.backend

@@ -321,6 +321,22 @@ def test_a_capture_that_fails_ends_all_captures_and_loses_nothing(engine: Engine
     assert "without CUDA graphs" in caplog.text and gpu.launched == 0
 
 
+def test_a_step_that_fails_while_it_is_captured_runs_without(engine: Engine, fake: FakeTensorRT, gpu: Gpu) -> None:
+    tokens = prompt(60)
+    with engine.session() as session:
+        session.prefill(tokens[:20])
+        decode_all(session, tokens[:22], 20)
+        create = engine.backend.create_context
+
+        def fails(captured: bool) -> Any:
+            fake.fail = "no memory for tables" if captured else ""
+            return create(captured)
+
+        engine.backend.create_context = fails
+        decode_all(session, tokens, 22)
+    assert engine.kernels.endswith(", no CUDA graphs: no memory for tables") and gpu.launched == 0
+
+
 def test_few_graphs_are_kept_and_closed_sessions_give_theirs_back(engine: Engine, gpu: Gpu) -> None:
     engine.backend.graphs.limit = 1
     tokens = prompt(50)
