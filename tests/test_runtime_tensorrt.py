@@ -1,4 +1,4 @@
-"""Engines of TensorRT plans, on a machine without: the module and the GPU are those of `fake_tensorrt`."""
+"""Engines of TensorRT plans, on a machine without: the module and the GPU are those of `fake_plans`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_tensorrt
+import fake_plans
 import numpy as np
 import onnx
 import pytest
 import tiny_artefact as tiny
 from engines import make_engine
-from fake_tensorrt import FakeTensorRT, Gpu, make_plan
+from fake_plans import FakeTensorRT, Gpu, make_plan
 
 from export.verify import verify
 from plugins.contract import TensorSpec
@@ -368,7 +368,7 @@ def test_all_memory_comes_back(pair: tuple[Path, Path], fake: FakeTensorRT, gpu:
 def test_kernels_compiled_for_a_gpu_are_shared_and_kept(
     models: dict[str, Path], tmp_path: Path, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake.rtx, fake.DynamicShapesKernelSpecializationStrategy = True, fake_tensorrt.Specialization
+    fake.rtx, fake.DynamicShapesKernelSpecializationStrategy = True, fake_plans.Specialization
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
     folder = make_plan(shutil.copytree(models["dense"], tmp_path / "e"), **FLAVOURS["bodies"])
     for _ in range(2):
@@ -681,15 +681,15 @@ def bindings() -> Any:
 def test_everything_that_is_called_exists_in_tensorrt(bindings: Any) -> None:
     own = {"error", "values", "strategy", "cache"}
     names = {
-        "Runtime": fake_tensorrt.Runtime,
-        "IPluginRegistry": fake_tensorrt.Registry,
-        "ICudaEngine": fake_tensorrt.Plan,
-        "IExecutionContext": fake_tensorrt.Context,
-        "ILogger": fake_tensorrt.ILogger,
-        "IRuntimeConfig": fake_tensorrt.RtxConfig,
-        "IRuntimeCache": fake_tensorrt.Cache,
-        "Refitter": fake_tensorrt.Refitter,
-        "OnnxParserRefitter": fake_tensorrt.OnnxParserRefitter,
+        "Runtime": fake_plans.Runtime,
+        "IPluginRegistry": fake_plans.Registry,
+        "ICudaEngine": fake_plans.Plan,
+        "IExecutionContext": fake_plans.Context,
+        "ILogger": fake_plans.ILogger,
+        "IRuntimeConfig": fake_plans.RtxConfig,
+        "IRuntimeCache": fake_plans.Cache,
+        "Refitter": fake_plans.Refitter,
+        "OnnxParserRefitter": fake_plans.OnnxParserRefitter,
     }
     seen = 0
     for name, stand_in in names.items():
@@ -705,11 +705,11 @@ def test_everything_that_is_called_exists_in_tensorrt(bindings: Any) -> None:
         ("DynamicShapesKernelSpecializationStrategy", {"EAGER"}),
         ("TensorIOMode", {"INPUT", "OUTPUT"}),
         ("TensorLocation", {"HOST", "DEVICE"}),
-        ("DataType", set(fake_tensorrt.DTYPES.values())),
+        ("DataType", set(fake_plans.DTYPES.values())),
     ):
         assert members <= set(getattr(bindings, group).__members__)
     severities = {severity.name for severity in bindings.ILogger.Severity.__members__.values()}
-    assert severities == {severity.name for severity in fake_tensorrt.Severity}
+    assert severities == {severity.name for severity in fake_plans.Severity}
 
 
 def test_tensorrts_own_runtime_says_why_a_file_is_no_plan(
