@@ -1,0 +1,115 @@
+// From tokens to text, for engines with a byte-level tokenizer, and the tokens that end a sequence. Text to tokens is
+// not here: see README.md.
+#pragma once
+
+#include "kvpack_host.hpp"
+
+namespace kvpack {
+
+/// The text side of an engine.
+class Text {
+ public:
+  /// Reads the tokenizer's files of a checked engine. Throws Error.
+  explicit Text(const Artefact &artefact) {
+    const Json tokenizer = artefact.json_file("tokenizer.json");
+    if (tokenizer.is(Json::Kind::null)) return;
+    try {
+      read(tokenizer);
+      read_endings(artefact.json_file("generation_config.json"), artefact.json_file("tokenizer_config.json"));
+    } catch (const std::invalid_argument &error) {
+      throw Error((artefact.path / "tokenizer.json").string() + " or a file beside it is not understood (" + error.what() +
+                  "): " + Artefact::REBUILD + ".");
+    }
+  }
+
+  /// Whether tokens can be turned into text here.
+  bool decodes() const { return byte_level_; }
+  /// Tokens that end a sequence.
+  const std::set<int64_t> &endings() const { return endings_; }
+
+  /// The bytes that a token adds to the text: none for a special token. A character may take several tokens.
+  std::string bytes(int64_t token) const {
+    const auto found = pieces_.find(token);
+    if (found == pieces_.end()) return "";
+    std::string made;
+    for (size_t at = 0; at < found->second.size();) {
+      const int byte = byte_of(Json::code_point(found->second, at));
+      if (byte < 0) return found->second;
+      made += static_cast<char>(byte);
+    }
+    return made;
+  }
+
+  /// Takes from the front of `bytes` what is whole characters, and shows what can be none as U+FFFD. last: no more come.
+  static std::string characters(std::string &bytes, bool last) {
+    std::string made;
+    size_t at = 0;
+    while (at < bytes.size()) {
+      size_t next = at;
+      try {
+        Json::code_point(bytes, next);
+        made.append(bytes, at, next - at);
+        at = next;
+      } catch (const std::invalid_argument &) {
+        const auto first = static_cast<unsigned char>(bytes[at]);
+        const size_t whole = first >= 0xF8 ? 1 : first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : first >= 0xC0 ? 2 : 1;
+        size_t end = at + 1;
+        while (end < bytes.size() && end < at + whole && (static_cast<unsigned char>(bytes[end]) & 0xC0) == 0x80) ++end;
+        if (!last && end == bytes.size() && end < at + whole) break;
+        made += "\xEF\xBF\xBD";
+        at = end;
+      }
+    }
+    bytes.erase(0, at);
+    return made;
+  }
+
+ private:
+  std::map<int64_t, std::string> pieces_;  // of tokens that are not special
+  std::map<std::string, int64_t> ids_;
+  std::set<int64_t> endings_;
+  bool byte_level_ = false;
+
+  /// The byte that a character stands for in a byte-level vocabulary: printable ones stand for themselves, the others
+  /// are numbered from 256 on.
+  static int byte_of(uint32_t code) {
+    static const std::map<uint32_t, int> bytes = [] {
+      std::map<uint32_t, int> made;
+      uint32_t next = 256;
+      for (int byte = 0; byte < 256; ++byte) {
+        const bool printable = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
+        made[printable ? static_cast<uint32_t>(byte) : next++] = byte;
+      }
+      return made;
+    }();
+    const auto found = bytes.find(code);
+    return found == bytes.end() ? -1 : found->second;
+  }
+
+  void read(const Json &tokenizer) {
+    const Json *decoder = tokenizer.find("decoder");
+    const Json *kind = decoder ? decoder->find("type") : nullptr;
+    byte_level_ = kind && kind->text == "ByteLevel";
+    if (const Json *vocab = tokenizer.at("model").find("vocab"); vocab && vocab->is(Json::Kind::object))
+      for (const auto &[piece, id] : vocab->members) ids_[piece] = id.integer(), pieces_[id.integer()] = piece;
+    if (const Json *added = tokenizer.find("added_tokens"))
+      for (const Json &entry : added->array()) {
+        const int64_t id = entry.at("id").integer();
+        ids_[entry.at("content").string()] = id;
+        if (entry.at("special").boolean) pieces_.erase(id);
+        else pieces_[id] = entry.at("content").string();
+      }
+  }
+  void read_endings(const Json &generation, const Json &settings) {
+    if (const Json *ids = generation.find("eos_token_id"); ids && !ids->is(Json::Kind::null)) {
+      if (ids->is(Json::Kind::number)) endings_.insert(ids->integer());
+      else
+        for (const Json &id : ids->array()) endings_.insert(id.integer());
+    }
+    const Json *eos = settings.find("eos_token");
+    if (eos && eos->is(Json::Kind::object)) eos = eos->find("content");
+    if (eos && ids_.count(eos->text)) endings_.insert(ids_[eos->text]);
+  }
+};
+
+}  // namespace kvpack
