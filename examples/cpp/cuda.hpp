@@ -6,6 +6,12 @@
 
 #include <dlfcn.h>
 
+// The driver's, as its own headers name them.
+struct CUctx_st;
+struct CUgraph_st;
+struct CUgraphExec_st;
+struct CUstream_st;
+
 namespace kvpack {
 
 /// A shared library, loaded when the program runs. It stays loaded: what it made may outlive this object.
@@ -31,8 +37,8 @@ class Library {
 /// The first CUDA device. Allocations live in its primary context, which ONNX Runtime and TensorRT use too.
 class Device : public Memory {
  public:
-  using Stream = struct CUstream_st *;
-  using Graph = struct CUgraphExec_st *;
+  using Stream = CUstream_st *;
+  using Graph = CUgraphExec_st *;
 
   /// Throws Error when there is no driver or no device.
   Device() : driver_("libcuda.so.1", "install NVIDIA's driver") {
@@ -81,7 +87,7 @@ class Device : public Memory {
   void begin_capture(Stream stream) { call("cuStreamBeginCapture_v2", stream, 1); }  // of this thread's calls
   /// Ends the capture; nullptr when it failed.
   Graph end_capture(Stream stream) {
-    struct CUgraph_st *captured = nullptr;
+    CUgraph_st *captured = nullptr;
     Graph made = nullptr;
     if (attempt("cuStreamEndCapture", stream, &captured) || !captured) return nullptr;
     if (attempt("cuGraphInstantiateWithFlags", &made, captured, 0ull)) made = nullptr;
@@ -94,7 +100,7 @@ class Device : public Memory {
  private:
   using Address = unsigned long long;
   Library driver_;
-  struct CUctx_st *context_ = nullptr;
+  CUctx_st *context_ = nullptr;
 
   static Address of(const void *address) { return reinterpret_cast<Address>(address); }
   template <class... Arguments> int attempt(const char *name, Arguments... arguments) {

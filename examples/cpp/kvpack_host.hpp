@@ -163,7 +163,7 @@ class Json {
       return;
     }
     const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-    out += static_cast<char>((0xF00u >> more & 0xFF) | code >> 6 * more);
+    out += static_cast<char>((0xFF00u >> (more + 1) & 0xFF) | code >> 6 * more);
     for (int n = more - 1; n >= 0; --n) out += static_cast<char>(0x80 | (code >> 6 * n & 0x3F));
   }
 

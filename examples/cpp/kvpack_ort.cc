@@ -58,7 +58,7 @@ class OnnxRuntime : public Backend {
       for (const auto &[name, value] : values) binding_->BindInput(name.c_str(), value);
       const Dims dims{step.batch, 1, artefact_.vocab_size};
       const auto count = static_cast<size_t>(product(dims));
-      binding_->BindOutput(artefact_.logits().c_str(), Ort::Value::CreateTensor<float>(host_, logits, count, dims.data(), 3));
+      binding_->BindOutput(artefact_.logits().c_str(), Ort::Value::CreateTensor<float>(*host_, logits, count, dims.data(), 3));
       session_->Run(Ort::RunOptions{nullptr}, *binding_);
       binding_->SynchronizeOutputs();
     } catch (const Ort::Exception &error) {
@@ -73,7 +73,7 @@ class OnnxRuntime : public Backend {
   std::unique_ptr<Memory> memory_;
   std::unique_ptr<Ort::Session> session_;
   std::unique_ptr<Ort::IoBinding> binding_;
-  Ort::MemoryInfo host_{nullptr}, place_{nullptr};  // of what a step is given, and of the state
+  std::optional<Ort::MemoryInfo> host_, place_;  // of what a step is given, and of the state
   const State *state_ = nullptr;
   uint64_t moves_ = 0;
 
@@ -148,7 +148,7 @@ class OnnxRuntime : public Backend {
     binding_ = std::make_unique<Ort::IoBinding>(*session_);
     for (const State::Tensor &one : state.tensors()) {
       const size_t nbytes = static_cast<size_t>(product(one.dims)) * item_size(one.spec.dtype);
-      const Ort::Value value = Ort::Value::CreateTensor(place_, one.input, nbytes, one.dims.data(), one.dims.size(),
+      const Ort::Value value = Ort::Value::CreateTensor(*place_, one.input, nbytes, one.dims.data(), one.dims.size(),
                                                         element(one.spec.dtype));
       binding_->BindInput(one.spec.name.c_str(), value);
       binding_->BindOutput(one.spec.alias.c_str(), value);
@@ -161,7 +161,7 @@ class OnnxRuntime : public Backend {
     for (const TensorSpec &spec : artefact_.inputs) {
       if (spec.role == "state") continue;
       const Dims dims = step.dims(spec.role);
-      made.emplace_back(spec.name, Ort::Value::CreateTensor(host_, const_cast<void *>(step.data(spec.role)),
+      made.emplace_back(spec.name, Ort::Value::CreateTensor(*host_, const_cast<void *>(step.data(spec.role)),
                                                             step.nbytes(spec.role), dims.data(), dims.size(),
                                                             element(spec.dtype)));
     }

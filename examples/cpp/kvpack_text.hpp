@@ -45,20 +45,10 @@ class Text {
     std::string made;
     size_t at = 0;
     while (at < bytes.size()) {
-      size_t next = at;
-      try {
-        Json::code_point(bytes, next);
-        made.append(bytes, at, next - at);
-        at = next;
-      } catch (const std::invalid_argument &) {
-        const auto first = static_cast<unsigned char>(bytes[at]);
-        const size_t whole = first >= 0xF8 ? 1 : first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : first >= 0xC0 ? 2 : 1;
-        size_t end = at + 1;
-        while (end < bytes.size() && end < at + whole && (static_cast<unsigned char>(bytes[end]) & 0xC0) == 0x80) ++end;
-        if (!last && end == bytes.size() && end < at + whole) break;
-        made += "\xEF\xBF\xBD";
-        at = end;
-      }
+      const auto [length, whole] = character(std::string_view(bytes).substr(at));
+      if (!whole && !last && at + length == bytes.size()) break;
+      made += whole ? bytes.substr(at, length) : "\xEF\xBF\xBD";
+      at += length;
     }
     bytes.erase(0, at);
     return made;
@@ -69,6 +59,21 @@ class Text {
   std::map<std::string, int64_t> ids_;
   std::set<int64_t> endings_;
   bool byte_level_ = false;
+
+  /// How many of the first bytes are the beginning of one character, at least one, and whether they are all of it.
+  static std::pair<size_t, bool> character(std::string_view bytes) {
+    const auto at = [bytes](size_t n) { return static_cast<unsigned char>(bytes[n]); };
+    const unsigned char first = at(0);
+    if (first < 0x80) return {1, true};
+    const size_t length = first < 0xC2 || first > 0xF4 ? 0 : first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+    for (size_t n = 1; n < length; ++n) {
+      const bool second = n == 1;  // neither longer than need be, nor half a surrogate pair, nor beyond U+10FFFF
+      const int least = second && first == 0xE0 ? 0xA0 : second && first == 0xF0 ? 0x90 : 0x80;
+      const int most = second && first == 0xED ? 0x9F : second && first == 0xF4 ? 0x8F : 0xBF;
+      if (n == bytes.size() || at(n) < least || at(n) > most) return {n, false};
+    }
+    return {std::max<size_t>(length, 1), length > 0};
+  }
 
   /// The byte that a character stands for in a byte-level vocabulary: printable ones stand for themselves, the others
   /// are numbered from 256 on.
