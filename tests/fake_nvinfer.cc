@@ -1,7 +1,7 @@
 // TensorRT's runtime and CUDA's driver in one library, without either, for tests/test_examples_cpp.py: device memory is
-// the host's, and a plan is a line of profiles, "S S B;..." (least and most tokens, most sequences), and an ONNX model that
-// ONNX Runtime computes. What the real ones forbid fails here: shapes outside the profile, tensors without an address,
-// device tensors on the host and host values on the device, copies while a stream is captured.
+// the host's, and a plan is a line of profiles, "S S B;..." (least and most tokens, most sequences), and an ONNX model
+// that ONNX Runtime computes. What the real ones forbid fails here: shapes outside the profile, tensors without an
+// address, device tensors on the host and host values on the device, copies while a stream is captured.
 #include "fake_nvinfer_stubs.h"  // what is not used here, made by the test from TensorRT's headers
 
 #include <onnxruntime_cxx_api.h>
@@ -63,8 +63,12 @@ CU cuMemsetD8_v2(void *to, unsigned char value, size_t nbytes) {
   return 0;
 }
 CU cuMemcpyDtoD_v2(void *to, const void *from, size_t nbytes) { return copied(to, from, nbytes, true, true); }
-CU cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t nbytes, void *) { return copied(to, from, nbytes, true, false); }
-CU cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t nbytes, void *) { return copied(to, from, nbytes, false, true); }
+CU cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t nbytes, void *) {
+  return copied(to, from, nbytes, true, false);
+}
+CU cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t nbytes, void *) {
+  return copied(to, from, nbytes, false, true);
+}
 CU cuMemGetInfo_v2(size_t *free, size_t *total) { return *free = *total = 64 << 20, 0; }
 CU cuStreamCreate(void **stream, unsigned) { return *stream = new char, 0; }
 CU cuStreamDestroy_v2(char *stream) { return delete stream, 0; }
@@ -80,7 +84,9 @@ CU cuGraphLaunch(Work *graph, void *) {
     if (!work()) return 1;
   return 0;
 }
-CU cuGetErrorString(int status, const char **text) { return *text = status == 2 ? "out of memory" : "invalid value", 0; }
+CU cuGetErrorString(int status, const char **text) {
+  return *text = status == 2 ? "out of memory" : "invalid value", 0;
+}
 
 namespace nvinfer1 {
 namespace {
@@ -109,10 +115,10 @@ struct Tensor {
   std::vector<int64_t> dims;  // as set
   void *address = nullptr;
   size_t nbytes() const {
-    size_t size = type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64   ? 8
-                  : type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8  ? 1
-                  : type_of(type) == DataType::kHALF            ? 2
-                                                                : 4;
+    size_t size = type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64  ? 8
+                  : type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1
+                  : type_of(type) == DataType::kHALF           ? 2
+                                                               : 4;
     for (const int64_t dim : dims) size *= static_cast<size_t>(dim);
     return size;
   }
@@ -181,7 +187,8 @@ struct Context : StubExecutionContext, IExecutionContext {
       fed.push_back(Ort::Value::CreateTensor(memory, data, one.nbytes(), one.dims.data(), one.dims.size(), one.type));
     }
     try {
-      auto found = graph.session->Run(Ort::RunOptions{}, names.data(), fed.data(), fed.size(), outputs.data(), outputs.size());
+      auto found =
+          graph.session->Run(Ort::RunOptions{}, names.data(), fed.data(), fed.size(), outputs.data(), outputs.size());
       for (size_t n = 0; n < outputs.size(); ++n) {
         Tensor made = given.at(outputs[n]);
         made.dims = found[n].GetTensorTypeAndShapeInfo().GetShape();
@@ -207,7 +214,8 @@ struct Engine : StubCudaEngine, ICudaEngine {
     Ort::AllocatorWithDefaultOptions allocator;
     for (const bool input : {true, false})
       for (size_t n = 0; n < (input ? graph.session->GetInputCount() : graph.session->GetOutputCount()); ++n) {
-        const auto name = input ? graph.session->GetInputNameAllocated(n, allocator) : graph.session->GetOutputNameAllocated(n, allocator);
+        const auto name = input ? graph.session->GetInputNameAllocated(n, allocator)
+                                : graph.session->GetOutputNameAllocated(n, allocator);
         const auto info = input ? graph.session->GetInputTypeInfo(n) : graph.session->GetOutputTypeInfo(n);
         graph.tensors[name.get()] = {input, info.GetTensorTypeAndShapeInfo().GetElementType(), {}, nullptr};
       }
@@ -223,7 +231,9 @@ struct Engine : StubCudaEngine, ICudaEngine {
     return at(name).input ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
   }
   DataType getTensorDataType(char const *name) const noexcept override { return type_of(at(name).type); }
-  IExecutionContext *createExecutionContext(ExecutionContextAllocationStrategy) noexcept override { return new Context(graph); }
+  IExecutionContext *createExecutionContext(ExecutionContextAllocationStrategy) noexcept override {
+    return new Context(graph);
+  }
 };
 
 struct Registry : StubPluginRegistry {
@@ -250,7 +260,8 @@ struct Runtime : StubRuntime, IRuntime {
 }  // namespace
 }  // namespace nvinfer1
 
-extern "C" __attribute__((visibility("default"))) void *createInferRuntime_INTERNAL(void *given, int32_t version) noexcept {
+extern "C" __attribute__((visibility("default"))) void *createInferRuntime_INTERNAL(void *given,
+                                                                                    int32_t version) noexcept {
   nvinfer1::logger = static_cast<nvinfer1::ILogger *>(given);
   return version == NV_TENSORRT_VERSION ? static_cast<nvinfer1::IRuntime *>(new nvinfer1::Runtime) : nullptr;
 }

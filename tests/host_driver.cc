@@ -1,4 +1,5 @@
-// Calls examples/cpp/kvpack_host.hpp and kvpack_sampling.hpp for tests/test_examples_cpp.py: what is on stdin in, text out.
+// Calls examples/cpp/kvpack_host.hpp and kvpack_sampling.hpp for tests/test_examples_cpp.py: what is on stdin in, text
+// out.
 #include "kvpack_sampling.hpp"
 
 #include <cstdio>
@@ -27,7 +28,8 @@ void steps(const std::string &text) {
   for (std::string each; std::getline(lines, each);) {
     std::istringstream line(each);
     Geometry geometry;
-    line >> geometry.sinks >> geometry.window >> geometry.block >> geometry.stride >> geometry.select_fraction >> geometry.select_count;
+    line >> geometry.sinks >> geometry.window >> geometry.block >> geometry.stride >> geometry.select_fraction >>
+        geometry.select_count;
     const auto given = numbers<int64_t>(line, 4);
     const auto batch = static_cast<size_t>(given[3]);
     const auto past = numbers<int64_t>(line, batch), fresh = numbers<int64_t>(line, batch);
@@ -40,7 +42,8 @@ void steps(const std::string &text) {
     const int64_t capacity = capacity_for(needed, given[0], given[1]);
     const Sizes sizes = state_sizes(capacity, geometry, given[3]);
     const Step step = Step::make(rows, past, geometry, capacity, sizes.at("code_rows") - 1, given[2]);
-    show("sizes", std::vector<int64_t>{capacity, sizes.at("rows"), sizes.at("code_rows"), sizes.at("code_tiles"), sizes.at("ref_rows")});
+    show("sizes", std::vector<int64_t>{capacity, sizes.at("rows"), sizes.at("code_rows"), sizes.at("code_tiles"),
+                                       sizes.at("ref_rows")});
     show("tokens", step.tokens), show("logit_index", step.logit_index);
     show("past_len", step.past_len), show("new_len", step.new_len), show("live", std::vector<int32_t>{step.live});
     show("enc_src", step.enc_src), show("enc_dst", step.enc_dst);
@@ -71,7 +74,8 @@ int main(int, char **argv) {
   const std::string what = argv[1], text{std::istreambuf_iterator<char>(std::cin), {}};
   if (what == "sha256") {
     Sha256 digest;
-    for (size_t at = 0; at < text.size(); at += 100) digest.update(text.data() + at, std::min<size_t>(100, text.size() - at));
+    for (size_t at = 0; at < text.size(); at += 100)
+      digest.update(text.data() + at, std::min<size_t>(100, text.size() - at));
     std::cout << digest.hex();
   } else if (what == "json") {  // a document a line
     std::istringstream lines(text);

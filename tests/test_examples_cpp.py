@@ -23,7 +23,7 @@ import tiny_artefact as tiny
 import trt_headers
 from debian import Unavailable
 from engines import make_engine
-from test_runtime_artefact import read, rewrite
+from test_runtime_artefact import edit_model, read, rewrite, set_entry
 
 from plugins.contract import LIVE_STEP, ROW_SYMBOLS, capacity_for, state_sizes
 from plugins.deltakv.config import DeltaKVConfig
@@ -125,7 +125,11 @@ def stubs(headers: Path) -> str:
         assert body is not None, base
         methods = re.findall(r"virtual\s+([^;{}()]+?\w+\([^;{}]*?\)[^;{}]*?)=\s*0;", body[1])
         assert len(methods) > 5, base
-        text += [f"struct Stub{name} : {base} {{", *(f"  {one.strip()} override {{ std::abort(); }}" for one in methods), "};"]
+        text += [
+            f"struct Stub{name} : {base} {{",
+            *(f"  {one.strip()} override {{ std::abort(); }}" for one in methods),
+            "};",
+        ]
     return "\n".join([*text, "}", ""])
 
 
@@ -161,7 +165,9 @@ def host(
 
 def started(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
     fakes = str(Path(command[0]).parent)
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": fakes})
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env={**os.environ, "LD_LIBRARY_PATH": fakes}
+    )
 
 
 def refusal(command: Sequence[str | Path]) -> str:
@@ -203,7 +209,22 @@ def test_canonical_json(driver: Callable[..., str]) -> None:
     lines = [json.dumps(one, ensure_ascii=rng.random() < 0.5) for one in values]
     expected = [json.dumps(one, sort_keys=True, separators=(",", ":")) for one in values]
     assert driver("json", "\n".join(lines)).splitlines() == expected
-    bad = ["", "{", '{"a":1,"a":2}', "[1,]", "01", "1.", "nul", '"\\ud800"', '"\\x"', '"a', "[]x", "NaN", "-", "[" * 300]
+    bad = [
+        "",
+        "{",
+        '{"a":1,"a":2}',
+        "[1,]",
+        "01",
+        "1.",
+        "nul",
+        '"\\ud800"',
+        '"\\x"',
+        '"a',
+        "[]x",
+        "NaN",
+        "-",
+        "[" * 300,
+    ]
     assert all(line.startswith("error: ") for line in driver("json", "\n".join(bad)).splitlines())
     assert driver("json", b'"\xff"\n"\xed\xa0\x80"\n"\xc0\x80"').count("not UTF-8") == 3
 
@@ -262,7 +283,9 @@ def test_draws_from_given_logits(driver: Callable[..., str]) -> None:
         if number % 3 == 0:
             logits = np.round(logits)  # ties
         temperature = float(rng.choice([0, 0.3, 1.0, 4.0]))
-        params = SamplingParams(None, temperature, int(rng.integers(0, 20)), float(rng.choice([0.2, 0.7, 0.95, 1])), number)
+        params = SamplingParams(
+            None, temperature, int(rng.integers(0, 20)), float(rng.choice([0.2, 0.7, 0.95, 1])), number
+        )
         sampler = Sampler(params, number % 4)
         expected.append([sampler(logits) for _ in range(20)])
         head = (params.temperature, params.top_k, params.top_p, number, number % 4, 20, size)
@@ -304,8 +327,13 @@ def test_engines_of_every_method(ort: Path, tmp_path: Path, method: str) -> None
     folder = tmp_path / "e"
     model, _ = make_engine(folder, "llama", METHODS[method], {"kv_dtype": "fp16"}, num_hidden_layers=2)
     batch = prompts(model.config.vocab_size, 290, 3)
-    with Engine.open(folder, threads=1) as engine:  # 60 tokens are several blocks, and more than the first 512 rows
-        for params in (SamplingParams(max_tokens=230), SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=4)):
+    with Engine.open(
+        folder, threads=1
+    ) as engine:  # several blocks are encoded, and more than the first 512 rows needed
+        for params in (
+            SamplingParams(max_tokens=230),
+            SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=4),
+        ):
             expected = engine.generate(batch, params)
             found, _ = host([ort], folder, batch, params, "--threads", "1")
             assert [one["tokens"] for one in found["sequences"]] == [one.tokens for one in expected]
@@ -404,6 +432,12 @@ def _state(config: dict[str, Any], side: str = "inputs") -> dict[str, Any]:
         (lambda c: c["files"]["model.onnx"].pop("bytes"), "no size and SHA-256"),
         (lambda c: c["limits"].update(max_length=0), "out of range"),
         (lambda c: c["limits"].update(max_length="8"), "an integer must be"),
+        (lambda c: c.update(fixed_bytes=-1), "out of range"),
+        (lambda c: c.update(nodes=[{"op": "x"}]), "'attributes' is missing"),
+        (
+            lambda c: c["outputs"].append(c["outputs"][0] | {"name": "layer0.selected", "role": "selected"}),
+            "must be int32",
+        ),
         (lambda c: c["geometry"].update(block=0), "out of range"),
         (lambda c: c["geometry"].update(colour=0), "unknown key 'colour'"),
         (lambda c: c.update(geometry=None), "and a geometry must come together"),
@@ -430,6 +464,26 @@ def test_a_wrong_configuration_is_refused(
     folder = tiny.make(tmp_path / "e", geometry=tiny.SMALL)
     rewrite(folder, change)
     assert complaint in refusal([ort, "--engine", folder, "--tokens", "1"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("location", "../secret.bin", "'../secret.bin', which is no file of the engine"),
+        ("offset", "999999999", "beyond the end of 'model.onnx.data'"),
+        ("offset", "-8", "beyond the end of 'model.onnx.data'"),
+        ("offset", "x", "is not an ONNX model"),
+    ],
+)
+def test_weights_may_only_come_from_inside_the_engine(
+    ort: Path, tmp_path: Path, key: str, value: str, complaint: str
+) -> None:
+    folder = tiny.make(tmp_path / "e")
+    edit_model(folder, lambda tensor: set_entry(tensor, key, value))
+    assert complaint in refusal([ort, "--engine", folder, "--tokens", "1"])
+    (folder / "model.onnx").write_bytes(b"\x3a\x7f no model")
+    write_config(folder, read(folder))
+    assert "model.onnx is not an ONNX model" in refusal([ort, "--engine", folder, "--tokens", "1"])
 
 
 def test_what_is_no_configuration_is_refused(ort: Path, tmp_path: Path) -> None:
@@ -482,7 +536,11 @@ def test_bad_arguments_are_refused(ort: Path, tmp_path: Path, arguments: tuple[s
 
 # -- kvpack_trt, where TensorRT and the GPU are fakes over ONNX Runtime
 
-PROFILES = {"decode": ([1, 1, 1], [1, 1, 4]), "prefill-16": ([2, 16, 16], [1, 1, 4]), "prefill-64": ([20, 64, 64], [1, 1, 4])}
+PROFILES = {
+    "decode": ([1, 1, 1], [1, 1, 4]),
+    "prefill-16": ([2, 16, 16], [1, 1, 4]),
+    "prefill-64": ([20, 64, 64], [1, 1, 4]),
+}
 
 
 def planned(folder: Path, *, in_place: bool = True, plugins: bool = True, **target: Any) -> None:

@@ -1,8 +1,8 @@
 // What a host of a kvpack engine has to know, without Python: copy this header into a service.
 //
-// It reads an engine folder and refuses one that is damaged (Artefact), tells what every step is given (Step, Geometry),
-// and owns the cache (State, Session). What computes a step is a Backend: kvpack_ort.cc has one for ONNX Runtime,
-// kvpack_trt.cc one for TensorRT. C++17 and the standard library only.
+// It reads an engine folder and refuses one that is damaged (Artefact), tells what every step is given (Step,
+// Geometry), and owns the cache (State, Session). What computes a step is a Backend: kvpack_ort.cc has one for ONNX
+// Runtime, kvpack_trt.cc one for TensorRT. C++17 and the standard library only.
 //
 // The counterpart in Python: runtime/artefact.py, plugins/geometry.py, plugins/contract.py, runtime/session.py.
 #pragma once
@@ -77,6 +77,10 @@ class Json {
   const std::map<std::string, Json> &object() const {
     expect(Kind::object, "an object");
     return members;
+  }
+  bool truth() const {
+    expect(Kind::boolean, "true or false");
+    return boolean;
   }
   double number() const {
     expect(Kind::number, "a number");
@@ -355,7 +359,8 @@ class Sha256 {
     }
     auto [a, b, c, d, e, f, g, h] = state_;
     for (size_t n = 0; n < 64; ++n) {
-      const uint32_t first = h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + ((e & f) ^ (~e & g)) + ROUND[n] + w[n];
+      const uint32_t first =
+          h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + ((e & f) ^ (~e & g)) + ROUND[n] + w[n];
       const uint32_t second = (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
       h = g, g = f, f = e, e = d + first, d = c, c = b, b = a, a = first + second;
     }
@@ -369,9 +374,9 @@ class Sha256 {
 /// Sizes of the exact part of the cache, in tokens. Every quantity follows from the number of stored tokens alone.
 ///
 /// sinks: first tokens, exact for ever. window: most recent tokens guaranteed exact, the current one included.
-/// block: rows encoded together. stride: every stride-th code row, the first one included, has a reference row; 0: none.
-/// select_fraction, select_count: code rows that a decode step reads, as a part of those there are or as a number;
-/// 0 and 0: all of them.
+/// block: rows encoded together. stride: every stride-th code row, the first one included, has a reference row; 0:
+/// none. select_fraction, select_count: code rows that a decode step reads, as a part of those there are or as a
+/// number; 0 and 0: all of them.
 struct Geometry {
   static constexpr int64_t SELECT_STEP = 32;  // the room for selected rows is rounded up to this many
 
@@ -392,8 +397,7 @@ struct Geometry {
   int64_t selected(int64_t stored) const {
     const int64_t rows = encoded(stored);
     if (select_count) return std::min(rows, select_count);
-    if (select_fraction > 0)
-      return static_cast<int64_t>(std::ceil(select_fraction * static_cast<double>(rows) - 1e-9));
+    if (select_fraction > 0) return static_cast<int64_t>(std::ceil(select_fraction * static_cast<double>(rows) - 1e-9));
     return rows;
   }
   /// Row of the exact state that holds `position`.
@@ -436,7 +440,8 @@ inline size_t item_size(const std::string &dtype) {
 inline int64_t product(Dims::const_iterator first, Dims::const_iterator last) {
   int64_t result = 1;
   for (; first != last; ++first) {
-    if (*first > 0 && result > (int64_t{1} << 56) / *first) throw Error("a tensor of this engine is too large for any memory.");
+    if (*first > 0 && result > (int64_t{1} << 56) / *first)
+      throw Error("a tensor of this engine is too large for any memory.");
     result *= *first;
   }
   return result;
@@ -496,10 +501,14 @@ struct HostInput {
 };
 inline const std::map<std::string, HostInput> &host_inputs() {
   static const std::map<std::string, HostInput> inputs{
-      {"tokens", {"int64", {"batch", "sequence"}}},   {"past_len", {"int32", {"batch"}}},
-      {"new_len", {"int32", {"batch"}}},              {"live", {"int32", {}}},
-      {"logit_index", {"int64", {"batch", "picks"}}}, {"enc_src", {"int32", {"batch", "encode"}}},
-      {"enc_dst", {"int32", {"batch", "encode"}}},    {"select_len", {"int32", {"batch"}}},
+      {"tokens", {"int64", {"batch", "sequence"}}},
+      {"past_len", {"int32", {"batch"}}},
+      {"new_len", {"int32", {"batch"}}},
+      {"live", {"int32", {}}},
+      {"logit_index", {"int64", {"batch", "picks"}}},
+      {"enc_src", {"int32", {"batch", "encode"}}},
+      {"enc_dst", {"int32", {"batch", "encode"}}},
+      {"select_len", {"int32", {"batch"}}},
       {"select_width", {"int32", {}}},
   };
   return inputs;
@@ -569,12 +578,6 @@ struct Artefact {
       if (spec.role == "state") found.push_back(spec);
     return found;
   }
-  /// The name of the input with this role; nothing when the graph has none.
-  std::optional<std::string> input(const std::string &role) const {
-    for (const TensorSpec &spec : inputs)
-      if (spec.role == role) return spec.name;
-    return std::nullopt;
-  }
   std::string logits() const {
     for (const TensorSpec &spec : outputs)
       if (spec.role == "logits") return spec.name;
@@ -641,7 +644,8 @@ struct Artefact {
     if (!format || !format->is(Json::Kind::number) || format->text != std::to_string(FORMAT)) {
       std::string found = "no format";
       if (format) found = "format ", format->write(found);
-      throw Error(name + " has " + found + " and this host reads format " + std::to_string(FORMAT) + ": " + REBUILD + ".");
+      throw Error(name + " has " + found + " and this host reads format " + std::to_string(FORMAT) + ": " + REBUILD +
+                  ".");
     }
     const Json *digest = config.find("digest");
     Json body = config;
@@ -652,7 +656,7 @@ struct Artefact {
     computed.update(canonical.data(), canonical.size());
     if (!digest || digest->text != computed.hex())
       throw Error(name + " was changed after the build (its digest does not match): " + REBUILD + ".");
-    std::set<std::string> required{"format", "kvpack", "model",   "method",      "dtype",  "kv_dtype", "limits",
+    std::set<std::string> required{"format",   "kvpack", "model",   "method",      "dtype",  "kv_dtype", "limits",
                                    "geometry", "inputs", "outputs", "fixed_bytes", "target", "files",    "digest"};
     for (const auto &[key, value] : config.members)
       if (!required.erase(key) && key != "nodes")
@@ -665,7 +669,8 @@ struct Artefact {
     static const std::set<std::string> loadable{".onnx", ".data",  ".plan", ".safetensors", ".so",
                                                 ".dll",  ".jinja", ".json", ".model",       ".bin"};
     const Json &files = config.at("files");
-    if (!files.is(Json::Kind::object) || files.members.empty()) throw Error(config_name() + " lists no files: " + REBUILD + ".");
+    if (!files.is(Json::Kind::object) || files.members.empty())
+      throw Error(config_name() + " lists no files: " + REBUILD + ".");
     for (const auto &[name, entry] : files.members) {
       if (name.empty() || name == "." || name == ".." || name == "config.json" ||
           name.find_first_of(std::string("/\\\0", 3)) != std::string::npos)
@@ -684,11 +689,13 @@ struct Artefact {
     for (const auto &[name, entry] : files.members) {
       const std::string size = std::to_string(regular_size(path / name)), &listed = entry.at("bytes").text;
       if (size != listed)
-        throw Error((path / name).string() + " has " + size + " bytes, not " + listed + ": copy it again or " + REBUILD + ".");
+        throw Error((path / name).string() + " has " + size + " bytes, not " + listed + ": copy it again or " +
+                    REBUILD + ".");
     }
     for (const auto &[name, entry] : files.members)
       if (verify && sha256(path / name) != entry.at("sha256").text)
-        throw Error((path / name).string() + " is damaged (its SHA-256 does not match): copy it again or " + REBUILD + ".");
+        throw Error((path / name).string() + " is damaged (its SHA-256 does not match): copy it again or " + REBUILD +
+                    ".");
   }
 
   void read_contract() {
@@ -698,7 +705,15 @@ struct Artefact {
     max_length = config.at("limits").at("max_length").integer();
     vocab_size = config.at("model").at("vocab_size").integer();
     config.at("target").object();
-    if (max_length < 1 || max_length > INT32_MAX - 2 * LIVE_STEP || vocab_size < 1 || vocab_size > INT32_MAX)
+    int64_t least = config.at("fixed_bytes").integer();
+    for (const char *key : {"num_layers", "num_kv_heads", "head_dim"})
+      least = std::min(least, config.at("model").at(key).integer());
+    if (const Json *nodes = config.find("nodes"))
+      for (const Json &node : nodes->array()) {
+        node.at("op").string(), node.at("attributes").object();
+        if (node.members.size() != 2) throw std::invalid_argument("an entry of the nodes has an unknown key");
+      }
+    if (least < 0 || max_length < 1 || max_length > INT32_MAX - 2 * LIVE_STEP || vocab_size < 1 || vocab_size > INT32_MAX)
       throw std::invalid_argument("limits or model sizes are out of range");
   }
 
@@ -723,7 +738,8 @@ struct Artefact {
       std::vector<Dim> shape;
       for (const std::string &symbol : known->second.shape) shape.push_back({symbol, 0});
       if (spec.dtype != known->second.dtype || spec.shape != shape)
-        refuse("'" + spec.name + "' must be " + known->second.dtype + " of " + std::to_string(shape.size()) + " dimensions");
+        refuse("'" + spec.name + "' must be " + known->second.dtype + " of " + std::to_string(shape.size()) +
+               " dimensions");
     }
     for (const char *role : {"tokens", "past_len", "new_len"})
       if (!roles.count(role)) refuse(std::string("no input has the role '") + role + "'");
@@ -738,11 +754,15 @@ struct Artefact {
         written[spec.name] = &spec;
       } else if (spec.role == "logits") {
         ++logits_count;
-        const bool vocab = spec.shape.size() == 3 && (spec.shape[2] == Dim{"", vocab_size} || spec.shape[2] == Dim{"vocab", 0});
-        if (spec.dtype != "float32" || !vocab || !(spec.shape[0] == Dim{"batch", 0}) || !(spec.shape[1] == Dim{"picks", 0}))
+        const bool vocab =
+            spec.shape.size() == 3 && (spec.shape[2] == Dim{"", vocab_size} || spec.shape[2] == Dim{"vocab", 0});
+        if (spec.dtype != "float32" || !vocab || !(spec.shape[0] == Dim{"batch", 0}) ||
+            !(spec.shape[1] == Dim{"picks", 0}))
           refuse("the logits are not float32 [batch, picks, " + std::to_string(vocab_size) + "]");
       } else if (spec.role != "selected") {
         refuse("an output is neither the logits nor a state");
+      } else if (spec.dtype != "int32" || spec.shape != std::vector<Dim>{{"batch", 0}, {"selected", 0}}) {
+        refuse("'" + spec.name + "' must be int32 [batch, selected]");
       }
     }
     if (logits_count != 1) refuse("there must be one output 'logits', float32 [batch, picks, vocab]");
@@ -815,11 +835,13 @@ class State {
   int64_t trash() const { return geometry_ ? row_count("code_rows", capacity_, geometry_) : 0; }
   /// Whether a step never overwrites a stored row, so that a failed one leaves the cache valid.
   bool append_only() const {
-    return std::all_of(tensors_.begin(), tensors_.end(), [](const Tensor &one) { return one.spec.row_axis().has_value(); });
+    return std::all_of(tensors_.begin(), tensors_.end(),
+                       [](const Tensor &one) { return one.spec.row_axis().has_value(); });
   }
 
-  /// Moves to new buffers of `capacity` tokens, keeping the rows that `stored` tokens use. Throws Error when there is no
-  /// memory: then all is as before, or, where the memory had less than it said, nothing is left and the capacity is 0.
+  /// Moves to new buffers of `capacity` tokens, keeping the rows that `stored` tokens use. Throws Error when there is
+  /// no memory: then all is as before, or, where the memory had less than it said, nothing is left and the capacity is
+  /// 0.
   void allocate(int64_t capacity, int64_t stored) {
     int64_t largest = 0;  // is there twice while it moves
     if (capacity_)
@@ -863,8 +885,8 @@ class State {
     return in_place_ ? sum : 2 * sum;
   }
   [[noreturn]] void no_room(int64_t capacity) const {
-    throw Error("there is no memory for a cache of " + std::to_string(capacity) + " tokens x " + std::to_string(batch_) +
-                " sequences: close other sessions, or use fewer or shorter sequences.");
+    throw Error("there is no memory for a cache of " + std::to_string(capacity) + " tokens x " +
+                std::to_string(batch_) + " sequences: close other sessions, or use fewer or shorter sequences.");
   }
   /// Copies the rows that `stored` tokens use to a buffer that may have more of them.
   void take(const Tensor &one, void *to, const Dims &dims, int64_t stored) {
@@ -889,8 +911,8 @@ class State {
 
 // -- a step
 
-/// What the host gives a step, by role, and the sizes of it: B sequences, S tokens of the longest of them (the others are
-/// padded behind), E rows to encode.
+/// What the host gives a step, by role, and the sizes of it: B sequences, S tokens of the longest of them (the others
+/// are padded behind), E rows to encode.
 struct Step {
   int64_t batch = 0, width = 0, encode = 0;
   std::vector<int64_t> tokens, logit_index;                              // [B, S], [B, 1]
@@ -1002,7 +1024,9 @@ class Session {
   using Rows = std::vector<std::vector<int64_t>>;  // tokens of each sequence; may be empty
 
   Session(const Artefact &artefact, Backend &backend, int64_t batch)
-      : artefact_(artefact), backend_(backend), lengths_(static_cast<size_t>(batch), 0),
+      : artefact_(artefact),
+        backend_(backend),
+        lengths_(static_cast<size_t>(batch), 0),
         logits_(static_cast<size_t>(batch * artefact.vocab_size)),
         state_(artefact, batch, backend.memory(), backend.in_place()) {}
 
@@ -1055,7 +1079,8 @@ class Session {
                       " is outside the vocabulary of " + std::to_string(artefact_.vocab_size) + ".");
       if (count > artefact_.max_length - lengths_[b])
         throw Error("sequence " + std::to_string(b) + " holds " + std::to_string(lengths_[b]) + " tokens and " +
-                    std::to_string(count) + " more exceed the engine's limit of " + std::to_string(artefact_.max_length) +
+                    std::to_string(count) + " more exceed the engine's limit of " +
+                    std::to_string(artefact_.max_length) +
                     ": shorten the prompt or export with a larger --max-length.");
     }
     if (longest == 0) throw Error("there are no tokens to append: the prompt is empty.");
@@ -1094,8 +1119,8 @@ class Session {
       backend_.run(made, state_, logits.data());
     } catch (const Error &error) {
       broken_ = past > 0 && backend_.in_place() && !state_.append_only();
-      throw Error("appending " + std::to_string(most) + " tokens to " + std::to_string(past) + " failed (" + error.what() +
-                  "): " + (broken_ ? "reset the session." : "the session is as before."));
+      throw Error("appending " + std::to_string(most) + " tokens to " + std::to_string(past) + " failed (" +
+                  error.what() + "): " + (broken_ ? "reset the session." : "the session is as before."));
     }
     if (!backend_.in_place()) state_.swap();
     for (size_t b = 0; b < rows.size(); ++b) lengths_[b] += static_cast<int64_t>(rows[b].size());

@@ -1,5 +1,6 @@
 // A host of kvpack engines on ONNX Runtime: prefills, decodes with the compressed cache in place, prints token ids.
 #include "cuda.hpp"
+#include "onnx_external.hpp"
 #include "program.hpp"
 
 #include <onnxruntime_cxx_api.h>
@@ -11,9 +12,9 @@ constexpr const char *MODEL = "model.onnx";
 
 ONNXTensorElementDataType element(const std::string &dtype) {
   static const std::map<std::string, ONNXTensorElementDataType> types{
-      {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},    {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+      {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},     {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
       {"bfloat16", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}, {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
-      {"int16", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16},      {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
+      {"int16", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16},       {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
       {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
   return types.at(dtype);
 }
@@ -28,18 +29,21 @@ class OnnxRuntime : public Backend {
  public:
   OnnxRuntime(const Artefact &artefact, const Settings &settings) : artefact_(artefact) {
     if (artefact.backend() != "onnxruntime" || !artefact.has_file(MODEL))
-      throw Error(artefact.path.string() + " is an engine for '" + artefact.backend() + "', not for ONNX Runtime: " +
-                  Artefact::REBUILD + " for onnxruntime.");
+      throw Error(artefact.path.string() + " is an engine for '" + artefact.backend() +
+                  "', not for ONNX Runtime: " + Artefact::REBUILD + " for onnxruntime.");
     const OrtApi *api = OrtGetApiBase()->GetApi(ORT_API_VERSION);
     version_ = OrtGetApiBase()->GetVersionString();
     if (!api)
-      throw Error("ONNX Runtime " + version_ + " is older than the headers that this program was compiled with: use 1." +
+      throw Error("ONNX Runtime " + version_ +
+                  " is older than the headers that this program was compiled with: use 1." +
                   std::to_string(ORT_API_VERSION) + " or newer.");
     Ort::InitApi(api);
     for (const char *key : {"dtype", "kv_dtype"})
       if (!settings.cuda && artefact.config.at(key).text == "bf16")
-        throw Error(artefact.path.string() + " computes in bf16, which ONNX Runtime cannot do on a CPU: use --provider "
+        throw Error(artefact.path.string() +
+                    " computes in bf16, which ONNX Runtime cannot do on a CPU: use --provider "
                     "cuda, or build it with --dtype fp16.");
+    ExternalData::check(artefact, MODEL);
     try {
       load(settings);
     } catch (const Ort::Exception &error) {
@@ -58,7 +62,8 @@ class OnnxRuntime : public Backend {
       for (const auto &[name, value] : values) binding_->BindInput(name.c_str(), value);
       const Dims dims{step.batch, 1, artefact_.vocab_size};
       const auto count = static_cast<size_t>(product(dims));
-      binding_->BindOutput(artefact_.logits().c_str(), Ort::Value::CreateTensor<float>(*host_, logits, count, dims.data(), 3));
+      binding_->BindOutput(artefact_.logits().c_str(),
+                           Ort::Value::CreateTensor<float>(*host_, logits, count, dims.data(), 3));
       session_->Run(Ort::RunOptions{nullptr}, *binding_);
       binding_->SynchronizeOutputs();
     } catch (const Ort::Exception &error) {
@@ -101,10 +106,12 @@ class OnnxRuntime : public Backend {
       const char *const keys[] = {"arena_extend_strategy", "use_tf32"}, *const values[] = {"kSameAsRequested", "0"};
       Ort::ThrowOnError(api.UpdateCUDAProviderOptions(cuda, keys, values, 2));
       options.AppendExecutionProvider_CUDA_V2(*cuda);
-      if (!settings.library.empty()) options.RegisterCustomOpsLibrary(std::filesystem::absolute(settings.library).c_str());
+      if (!settings.library.empty())
+        options.RegisterCustomOpsLibrary(std::filesystem::absolute(settings.library).c_str());
       memory_ = std::make_unique<Device>();
       place_ = Ort::MemoryInfo("Cuda", OrtDeviceAllocator, 0, OrtMemTypeDefault);
-      name_ = "ONNX Runtime " + version_ + ", CUDA, " + (settings.library.empty() ? "function bodies" : "native kernels");
+      name_ =
+          "ONNX Runtime " + version_ + ", CUDA, " + (settings.library.empty() ? "function bodies" : "native kernels");
     } else {
       memory_ = std::make_unique<HostMemory>();
       place_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
@@ -124,8 +131,8 @@ class OnnxRuntime : public Backend {
   /// The graph has the tensors of the contract, and no others, with its dtypes and fixed sizes.
   void agree(const std::vector<TensorSpec> &specs, const std::map<std::string, Ort::TypeInfo> &found) const {
     const auto refuse = [this](const std::string &name) {
-      throw Error((artefact_.path / MODEL).string() + " and config.json disagree about the tensor '" + name + "': " +
-                  Artefact::REBUILD + ".");
+      throw Error((artefact_.path / MODEL).string() + " and config.json disagree about the tensor '" + name +
+                  "': " + Artefact::REBUILD + ".");
     };
     std::set<std::string> names;
     for (const TensorSpec &spec : specs) {
@@ -161,9 +168,9 @@ class OnnxRuntime : public Backend {
     for (const TensorSpec &spec : artefact_.inputs) {
       if (spec.role == "state") continue;
       const Dims dims = step.dims(spec.role);
-      made.emplace_back(spec.name, Ort::Value::CreateTensor(*host_, const_cast<void *>(step.data(spec.role)),
-                                                            step.nbytes(spec.role), dims.data(), dims.size(),
-                                                            element(spec.dtype)));
+      made.emplace_back(
+          spec.name, Ort::Value::CreateTensor(*host_, const_cast<void *>(step.data(spec.role)), step.nbytes(spec.role),
+                                              dims.data(), dims.size(), element(spec.dtype)));
     }
     return made;
   }
@@ -191,7 +198,8 @@ int main(int argc, char **argv) {
   };
   return run(argc, argv, "Run a kvpack engine on ONNX Runtime.", own, [&](const Artefact &artefact) {
     if (!settings.library.empty() && !settings.cuda)
-      throw Error("the native kernels of " + settings.library + " run on CUDA only: use --provider cuda, or no --library.");
+      throw Error("the native kernels of " + settings.library +
+                  " run on CUDA only: use --provider cuda, or no --library.");
     return std::make_unique<OnnxRuntime>(artefact, settings);
   });
 }

@@ -1,7 +1,8 @@
 // From logits to a token, as runtime/sampling.py: the same seed gives the same tokens there and here.
 //
-// The generator is numpy's default (PCG64 seeded by a SeedSequence), and sums are made in numpy's order. What is left is
-// the last bit of exp(), which numpy computes by itself on some processors: a token differs where a draw falls on it.
+// The generator is numpy's default (PCG64 seeded by a SeedSequence), and sums are made in numpy's order. What is left
+// is the last bit of exp(), which numpy computes by itself on some processors: a token differs where a draw falls on
+// it.
 #pragma once
 
 #include "kvpack_host.hpp"
@@ -23,7 +24,8 @@ struct SamplingParams {
 
   /// Throws Error.
   void check() const {
-    if (max_tokens && *max_tokens < 1) throw Error("max_tokens is " + std::to_string(*max_tokens) + ": use at least 1.");
+    if (max_tokens && *max_tokens < 1)
+      throw Error("max_tokens is " + std::to_string(*max_tokens) + ": use at least 1.");
     if (!(temperature >= 0 && temperature < std::numeric_limits<double>::infinity()))
       throw Error("temperature is " + std::to_string(temperature) + ": use 0 (greedy) or more.");
     if (top_k < 0) throw Error("top_k is " + std::to_string(top_k) + ": use 0 (all tokens) or more.");
@@ -183,7 +185,8 @@ class Sampler {
     const auto place = sorted.begin() + static_cast<std::ptrdiff_t>(kept) - 1;
     std::nth_element(sorted.begin(), place, sorted.end(), std::greater<>());
     const double cut = *place;
-    size_t ties = kept - static_cast<size_t>(std::count_if(scaled_.begin(), scaled_.end(), [cut](double v) { return v > cut; }));
+    size_t ties =
+        kept - static_cast<size_t>(std::count_if(scaled_.begin(), scaled_.end(), [cut](double v) { return v > cut; }));
     for (size_t n = 0; n < scaled_.size(); ++n)
       if (scaled_[n] > cut || (scaled_[n] == cut && ties > 0 && ties--)) tokens_.push_back(static_cast<int64_t>(n));
   }

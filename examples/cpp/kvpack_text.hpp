@@ -17,8 +17,8 @@ class Text {
       read(tokenizer);
       read_endings(artefact.json_file("generation_config.json"), artefact.json_file("tokenizer_config.json"));
     } catch (const std::invalid_argument &error) {
-      throw Error((artefact.path / "tokenizer.json").string() + " or a file beside it is not understood (" + error.what() +
-                  "): " + Artefact::REBUILD + ".");
+      throw Error((artefact.path / "tokenizer.json").string() + " or a file beside it is not understood (" +
+                  error.what() + "): " + Artefact::REBUILD + ".");
     }
   }
 
@@ -40,7 +40,8 @@ class Text {
     return made;
   }
 
-  /// Takes from the front of `bytes` what is whole characters, and shows what can be none as U+FFFD. last: no more come.
+  /// Takes from the front of `bytes` what is whole characters, and shows what can be none as U+FFFD. last: no more
+  /// come.
   static std::string characters(std::string &bytes, bool last) {
     std::string made;
     size_t at = 0;
@@ -101,7 +102,7 @@ class Text {
       for (const Json &entry : added->array()) {
         const int64_t id = entry.at("id").integer();
         ids_[entry.at("content").string()] = id;
-        if (entry.at("special").boolean) pieces_.erase(id);
+        if (entry.at("special").truth()) pieces_.erase(id);
         else pieces_[id] = entry.at("content").string();
       }
   }

@@ -34,7 +34,8 @@ nvinfer1::DataType element(const std::string &dtype) {
 
 nvinfer1::Dims trt_dims(const Dims &dims) {
   nvinfer1::Dims made{};
-  if (dims.size() > nvinfer1::Dims::MAX_DIMS) throw Error("a tensor of this engine has too many dimensions for TensorRT.");
+  if (dims.size() > nvinfer1::Dims::MAX_DIMS)
+    throw Error("a tensor of this engine has too many dimensions for TensorRT.");
   made.nbDims = static_cast<int32_t>(dims.size());
   std::copy(dims.begin(), dims.end(), made.d);
   return made;
@@ -54,16 +55,17 @@ struct Target {
   explicit Target(const Artefact &artefact) {
     const std::string backend = artefact.backend();
     if (backend != "tensorrt" && backend != "tensorrt-rtx")
-      throw Error(artefact.path.string() + " is an engine for '" + backend + "', not for TensorRT: " + Artefact::REBUILD +
-                  " --backend tensorrt.");
+      throw Error(artefact.path.string() + " is an engine for '" + backend +
+                  "', not for TensorRT: " + Artefact::REBUILD + " --backend tensorrt.");
     const Json &target = artefact.config.at("target");
     try {
       plan = target.at("plan").string();
       if (const Json *file = target.find("plugins"); file && !file->is(Json::Kind::null)) plugins = file->string();
-      if (const Json *flag = target.find("in_place"); flag) in_place = flag->boolean;
+      if (const Json *flag = target.find("in_place"); flag) in_place = flag->truth();
       for (const Json &entry : target.at("profiles").array()) {
         const auto &tokens = entry.at("tokens").array(), &batch = entry.at("batch").array();
-        if (tokens.size() != 3 || batch.size() != 3) throw std::invalid_argument("a range of a profile has not three sizes");
+        if (tokens.size() != 3 || batch.size() != 3)
+          throw std::invalid_argument("a range of a profile has not three sizes");
         profiles.push_back({entry.at("name").string(), tokens[0].integer(), tokens[2].integer(), batch[0].integer(),
                             batch[2].integer()});
         const Profile &made = profiles.back();
@@ -72,7 +74,8 @@ struct Target {
       }
       if (profiles.empty()) throw std::invalid_argument("there is no profile");
       for (const std::string *file : {&plan, &plugins})
-        if (!file->empty() && !artefact.has_file(*file)) throw std::invalid_argument(*file + " is no file of the engine");
+        if (!file->empty() && !artefact.has_file(*file))
+          throw std::invalid_argument(*file + " is no file of the engine");
     } catch (const std::invalid_argument &error) {
       throw Error((artefact.path / "config.json").string() + ": the target is malformed (" + error.what() + "); " +
                   Artefact::REBUILD + ".");
@@ -88,10 +91,14 @@ struct Settings {
 class TensorRt : public Backend {
  public:
   TensorRt(const Artefact &artefact, const Settings &settings)
-      : artefact_(artefact), target_(artefact), library_(chosen(settings, artefact), "pass --tensorrt FILE"),
-        graphs_(settings.graphs), stream_(device_) {
+      : artefact_(artefact),
+        target_(artefact),
+        library_(chosen(settings, artefact), "pass --tensorrt FILE"),
+        graphs_(settings.graphs),
+        stream_(device_) {
     if (graphs_ && target_.plugins.empty())
-      throw Error("--cuda-graphs needs a plan with kvpack's plugins, whose steps read their lengths on the GPU: leave it out.");
+      throw Error(
+          "--cuda-graphs needs a plan with kvpack's plugins, whose steps read their lengths on the GPU: leave it out.");
     const auto create = library_.symbol<void *(void *, int32_t)>("createInferRuntime_INTERNAL");
     runtime_.reset(static_cast<nvinfer1::IRuntime *>(create(&logger_, NV_TENSORRT_VERSION)));
     if (!runtime_) throw sentence("does not start", "compile this program with the headers of the library's release");
@@ -178,7 +185,7 @@ class TensorRt : public Backend {
   Stream stream_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
   std::unique_ptr<nvinfer1::ICudaEngine> engine_;
-  std::map<size_t, Context> contexts_;  // by profile
+  std::map<size_t, Context> contexts_;             // by profile
   std::map<std::string, Buffer> inputs_, unread_;  // by role; by name, of outputs that nobody reads
   Buffer logits_;
   int32_t live_ = 0, select_width_ = 0;  // TensorRT reads these on the host, where they must stay
@@ -193,7 +200,9 @@ class TensorRt : public Backend {
     if (artefact.backend() == "tensorrt-rtx") return "libtensorrt_rtx.so";
     return "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
   }
-  Error sentence(const std::string &what, const std::string &mend) { return Error(std::string(logger_.error(what).what()) + ": " + mend + "."); }
+  Error sentence(const std::string &what, const std::string &mend) {
+    return Error(std::string(logger_.error(what).what()) + ": " + mend + ".");
+  }
 
   void load() {
     const std::filesystem::path path = artefact_.path / target_.plan;
@@ -221,11 +230,12 @@ class TensorRt : public Backend {
   size_t profile_of(const Step &step) const {
     for (size_t n = 0; n < target_.profiles.size(); ++n) {
       const Target::Profile &one = target_.profiles[n];
-      if (step.width >= one.least && step.width <= one.most && step.batch >= one.batch_least && step.batch <= one.batch_most)
+      if (step.width >= one.least && step.width <= one.most && step.batch >= one.batch_least &&
+          step.batch <= one.batch_most)
         return n;
     }
-    throw Error("no profile of the plan holds " + std::to_string(step.width) + " tokens of " + std::to_string(step.batch) +
-                " sequences, for which it must be built");
+    throw Error("no profile of the plan holds " + std::to_string(step.width) + " tokens of " +
+                std::to_string(step.batch) + " sequences, for which it must be built");
   }
 
   void place(Buffer &buffer, size_t nbytes) {
@@ -252,18 +262,21 @@ class TensorRt : public Backend {
       device_.finish(stream_.handle);
     }
     const auto bind = [&](const std::string &name, const void *address) {
-      if (!context->setTensorAddress(name.c_str(), const_cast<void *>(address))) throw logger_.error("does not take '" + name + "'");
+      if (!context->setTensorAddress(name.c_str(), const_cast<void *>(address)))
+        throw logger_.error("does not take '" + name + "'");
     };
     const auto shape = [&](const std::string &name, const Dims &dims) {
       if (context->setInputShape(name.c_str(), trt_dims(dims))) return;
       std::string sizes;
       for (const int64_t size : dims) sizes += (sizes.empty() ? "" : " x ") + std::to_string(size);
-      throw logger_.error("does not take '" + name + "' of " + sizes + " in the profile " + target_.profiles[profile].name);
+      throw logger_.error("does not take '" + name + "' of " + sizes + " in the profile " +
+                          target_.profiles[profile].name);
     };
     for (const TensorSpec &spec : artefact_.inputs) {
       if (spec.role == "state") continue;
       shape(spec.name, step.dims(spec.role));
-      bind(spec.name, host_value(spec.role) ? static_cast<const void *>(host_value(spec.role)) : inputs_[spec.role].address);
+      bind(spec.name,
+           host_value(spec.role) ? static_cast<const void *>(host_value(spec.role)) : inputs_[spec.role].address);
     }
     for (const State::Tensor &one : state.tensors()) {
       shape(one.spec.name, one.dims);

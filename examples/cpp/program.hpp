@@ -63,7 +63,8 @@ inline std::vector<Option> common_options(Options &options) {
       {"--prompt-file", "FILE", "one prompt a line, as token ids: a batch",
        [&](auto &v) {
          std::istringstream lines(file_text(v));
-         for (std::string line; std::getline(lines, line);) options.prompts.push_back(token_list(line, "--prompt-file"));
+         for (std::string line; std::getline(lines, line);)
+           options.prompts.push_back(token_list(line, "--prompt-file"));
        }},
       {"--max-tokens", "N", "default: up to the engine's limit",
        [&](auto &v) { options.sampling.max_tokens = numeral<int64_t>(v, "--max-tokens"); }},
@@ -111,10 +112,9 @@ struct Completion {
 
 /// Continues the prompts as one batch; a finished sequence costs no further cache. told: called with every token's
 /// sequence, id and text, and whether it is the sequence's last.
-inline std::vector<Completion> generate(
-    const Artefact &artefact, Session &session, const Session::Rows &prompts, const SamplingParams &params,
-    const Text &text, bool ignore_eos, int64_t chunk,
-    const std::function<void(size_t, int64_t, const std::string &, bool)> &told) {
+inline std::vector<Completion> generate(const Artefact &artefact, Session &session, const Session::Rows &prompts,
+                                        const SamplingParams &params, const Text &text, bool ignore_eos, int64_t chunk,
+                                        const std::function<void(size_t, int64_t, const std::string &, bool)> &told) {
   session.check(prompts);
   std::vector<Completion> results(prompts.size());
   std::vector<Sampler> samplers;
@@ -181,7 +181,8 @@ inline void complete(const Options &options, const Open &open) {
   const Artefact artefact = Artefact::open(options.engine, options.verify);
   const Text text(artefact);
   if (options.text && !text.decodes())
-    throw Error(options.engine + " has no byte-level tokenizer, the only one that this host decodes: leave out --text.");
+    throw Error(options.engine +
+                " has no byte-level tokenizer, the only one that this host decodes: leave out --text.");
   const std::unique_ptr<Backend> backend = open(artefact);
   Session session(artefact, *backend, static_cast<int64_t>(options.prompts.size()));
   const bool stream = options.prompts.size() == 1 && !options.json;
@@ -192,10 +193,15 @@ inline void complete(const Options &options, const Open &open) {
   double first = 0;
   const auto told = [&](size_t, int64_t token, const std::string &shown, bool last) {
     if (first == 0) first = since();
-    if (stream) std::cout << (options.text ? shown : std::to_string(token)) << (last ? "\n" : options.text ? "" : ",") << std::flush;
+    if (stream)
+      std::cout << (options.text ? shown : std::to_string(token))
+                << (last           ? "\n"
+                    : options.text ? ""
+                                   : ",")
+                << std::flush;
   };
-  const std::vector<Completion> results = generate(artefact, session, options.prompts, options.sampling, text,
-                                                   options.ignore_eos, options.chunk, told);
+  const std::vector<Completion> results =
+      generate(artefact, session, options.prompts, options.sampling, text, options.ignore_eos, options.chunk, told);
   const double seconds = since();
 
   if (options.json) {
@@ -211,9 +217,9 @@ inline void complete(const Options &options, const Open &open) {
       for (size_t n = 0; n < results[b].tokens.size(); ++n)
         std::cout << results[b].tokens[n] << (n + 1 < results[b].tokens.size() ? "," : "\n");
   }
-  std::fprintf(stderr, "%zu tokens in %.2f s (%.1f tokens/s, the first after %.2f s); cache %.1f MiB; %s\n", tokens, seconds,
-               static_cast<double>(tokens) / seconds, first, static_cast<double>(session.state().nbytes()) / (1 << 20),
-               backend->name().c_str());
+  std::fprintf(stderr, "%zu tokens in %.2f s (%.1f tokens/s, the first after %.2f s); cache %.1f MiB; %s\n", tokens,
+               seconds, static_cast<double>(tokens) / seconds, first,
+               static_cast<double>(session.state().nbytes()) / (1 << 20), backend->name().c_str());
 }
 
 /// The whole program; the exit code: 0, or 2 with one sentence on stderr. own: options that only this program has.
