@@ -68,6 +68,48 @@ void draws(const std::string &text) {
   }
 }
 
+// Computes nothing; fails when it is told to.
+struct Idle : Backend {
+  HostMemory host;
+  bool fails = false;
+  std::set<uint64_t> places;
+  Memory &memory() override { return host; }
+  std::string name() const override { return "idle"; }
+  void run(const Step &step, const State &state, float *logits) override {
+    if (fails) throw Error("told to");
+    places.insert(state.place());
+    logits[0] = static_cast<float>(step.width);
+  }
+};
+
+// What sessions of an engine say when steps fail and sequences are too long.
+void sessions(const std::string &engine) {
+  const Artefact artefact = Artefact::open(engine);
+  Idle backend;
+  const auto attempt = [](Session &session, size_t count) {
+    try {
+      session.append({std::vector<int64_t>(count, 1)});
+      std::cout << session.lengths()[0] << '\n';
+    } catch (const Error &error) {
+      std::cout << error.what() << '\n';
+    }
+  };
+  for (int n = 0; n < 3; ++n) {  // at one address, one after the other
+    Session session(artefact, backend, 1);
+    attempt(session, 3);
+  }
+  std::cout << backend.places.size() << " places\n";
+  Session session(artefact, backend, 1);
+  attempt(session, 30);
+  attempt(session, static_cast<size_t>(artefact.max_length) - 29);
+  backend.fails = true;
+  attempt(session, 2);
+  backend.fails = false;
+  attempt(session, 2);
+  session.reset();
+  attempt(session, 2);
+}
+
 }  // namespace
 
 int main(int, char **argv) {
@@ -101,6 +143,8 @@ int main(int, char **argv) {
     steps(text);
   } else if (what == "draws") {
     draws(text);
+  } else if (what == "sessions") {
+    sessions(text);
   } else {
     return 1;
   }

@@ -40,7 +40,7 @@ SOURCES = HERE.parent / "examples" / "cpp"
 SANITIZED = ["-g1", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 LIMIT = 600
-GREEDY = SamplingParams(max_tokens=90)
+GREEDY = SamplingParams(max_tokens=230)  # so many that the cache grows
 DRAWN = SamplingParams(max_tokens=60, temperature=40.0, top_k=20, top_p=0.8, seed=2**33 + 5)
 
 pytestmark = pytest.mark.skipif(
@@ -79,7 +79,8 @@ def tensorrt() -> list[Path]:
 
 def configure(folder: Path, *definitions: str) -> None:
     flags = f"-DCMAKE_CXX_FLAGS={' '.join(SANITIZED)}"
-    tool("cmake", "-S", SOURCES, "-B", folder, "-DCMAKE_BUILD_TYPE=None", flags, *definitions)
+    ninja = ["-G", "Ninja"] if shutil.which("ninja") else []  # with CMake from a wheel there may be no make
+    tool("cmake", "-S", SOURCES, "-B", folder, *ninja, "-DCMAKE_BUILD_TYPE=None", flags, *definitions)
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +295,26 @@ def test_draws_from_given_logits(driver: Callable[..., str]) -> None:
     assert [list(map(int, line.split())) for line in found] == expected
 
 
+@pytest.mark.parametrize("geometry", [None, tiny.SMALL], ids=["append-only", "ring"])
+def test_sessions_after_a_failed_step(driver: Callable[..., str], tmp_path: Path, geometry: Geometry | None) -> None:
+    folder = tiny.make(tmp_path / "e", geometry=geometry, max_length=64)
+    failed, after = ("reset the session.", "this session lost its cache in a failed step: reset it.")
+    if geometry is None:
+        failed, after = "the session is as before.", "32"
+    assert driver("sessions", str(folder)).splitlines() == [
+        *["3"] * 3, "3 places", "30",
+        "sequence 0 holds 30 tokens and 35 more exceed the engine's limit of 64: shorten the prompt or export with a "
+        "larger --max-length.",
+        f"appending 2 tokens to 30 failed (told to): {failed}", after, "2",
+    ]  # fmt: skip
+
+
+def test_the_readmes_code_compiles(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```cpp\n(.*?)```", (SOURCES / "README.md").read_text(), re.S)
+    (tmp_path / "reply.cc").write_text(code)
+    tool("g++", "-std=c++17", *WARNINGS, "-fsyntax-only", f"-I{SOURCES}", tmp_path / "reply.cc")
+
+
 # -- kvpack_ort
 
 
@@ -308,7 +329,8 @@ def test_the_host_says_what_the_python_runtime_says(ort: Path, tmp_path: Path, g
                 found, _ = host([ort], folder, batch, params, "--threads", "1", *more)
                 for one, two in zip(found["sequences"], expected, strict=True):
                     assert one == {
-                        "tokens": two.tokens, "prompt_tokens": two.prompt_tokens, "finish": two.finish_reason, "text": two.text,
+                        "tokens": two.tokens, "prompt_tokens": two.prompt_tokens, "finish": two.finish_reason,
+                        "text": two.text,
                     }  # fmt: skip
                 assert found["cache_bytes"] == sum(one.cache_bytes for one in expected)
                 assert found["tokens"] == sum(len(one.tokens) for one in expected)
@@ -576,7 +598,7 @@ def test_the_tensorrt_host_says_the_same(
         found, said = host(trt, folder, batch, params, *more)
         assert [one["tokens"] for one in found["sequences"]] == [one.tokens for one in wanted]
         replays, libraries = map(int, re.findall(r"fake: (\d+) replays, (\d+) plugin", said)[0])
-        assert (replays > 30) == (kind == "graphs") and libraries == (kind != "two buffers")
+        assert (replays > 20) == (kind == "graphs") and libraries == (kind != "two buffers")
         assert found["cache_bytes"] == sum(one.cache_bytes for one in wanted) * (2 if kind == "two buffers" else 1)
 
 

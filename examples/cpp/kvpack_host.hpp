@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cctype>
 #include <charconv>
 #include <climits>
@@ -713,7 +714,8 @@ struct Artefact {
         node.at("op").string(), node.at("attributes").object();
         if (node.members.size() != 2) throw std::invalid_argument("an entry of the nodes has an unknown key");
       }
-    if (least < 0 || max_length < 1 || max_length > INT32_MAX - 2 * LIVE_STEP || vocab_size < 1 || vocab_size > INT32_MAX)
+    if (least < 0 || max_length < 1 || max_length > INT32_MAX - 2 * LIVE_STEP || vocab_size < 1 ||
+        vocab_size > INT32_MAX)
       throw std::invalid_argument("limits or model sizes are out of range");
   }
 
@@ -827,8 +829,8 @@ class State {
 
   int64_t capacity() const { return capacity_; }
   const std::vector<Tensor> &tensors() const { return tensors_; }
-  /// Counts the moves to other addresses: what was bound before is bound to nothing.
-  uint64_t moves() const { return moves_; }
+  /// A number that changes when the tensors move, and that no other State has: what was bound by another is stale.
+  uint64_t place() const { return place_; }
   /// Bytes as allocated, all sequences together.
   int64_t nbytes() const { return capacity_ ? bytes(capacity_) : 0; }
   /// The code row that padding writes to.
@@ -863,7 +865,7 @@ class State {
       one.dims = dims, one.input = input, one.output = output;
     }
     capacity_ = capacity;
-    ++moves_;
+    place_ = ++places_;
   }
   /// After a step: what it wrote is what the next one reads.
   void swap() {
@@ -875,7 +877,8 @@ class State {
   int64_t batch_, capacity_ = 0;
   Memory &memory_;
   bool in_place_;
-  uint64_t moves_ = 0;
+  uint64_t place_ = 0;
+  static inline std::atomic<uint64_t> places_{0};
   std::vector<Tensor> tensors_;
 
   Sizes sizes(int64_t capacity) const { return state_sizes(capacity, geometry_, batch_); }

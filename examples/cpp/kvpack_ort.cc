@@ -57,7 +57,7 @@ class OnnxRuntime : public Backend {
 
   void run(const Step &step, const State &state, float *logits) override {
     try {
-      if (state.moves() != moves_ || &state != state_) bind(state);
+      if (state.place() != bound_) bind(state);
       const auto values = inputs(step);
       for (const auto &[name, value] : values) binding_->BindInput(name.c_str(), value);
       const Dims dims{step.batch, 1, artefact_.vocab_size};
@@ -79,8 +79,7 @@ class OnnxRuntime : public Backend {
   std::unique_ptr<Ort::Session> session_;
   std::unique_ptr<Ort::IoBinding> binding_;
   std::optional<Ort::MemoryInfo> host_, place_;  // of what a step is given, and of the state
-  const State *state_ = nullptr;
-  uint64_t moves_ = 0;
+  uint64_t bound_ = 0;                           // of the state that is bound
 
   static std::string reason(const Ort::Exception &error) {
     const std::string text = error.what();
@@ -160,7 +159,7 @@ class OnnxRuntime : public Backend {
       binding_->BindInput(one.spec.name.c_str(), value);
       binding_->BindOutput(one.spec.alias.c_str(), value);
     }
-    state_ = &state, moves_ = state.moves();
+    bound_ = state.place();
   }
   /// What the host gives a step, by the inputs' names; the memory stays the step's.
   std::vector<std::pair<std::string, Ort::Value>> inputs(const Step &step) const {

@@ -130,8 +130,8 @@ class TensorRt : public Backend {
 
   void run(const Step &step, const State &state, float *logits) override {
     device_.enter();
-    if (&state != state_ || state.moves() != moves_) recorded_.clear();
-    state_ = &state, moves_ = state.moves();
+    if (state.place() != bound_) recorded_.clear();
+    bound_ = state.place();
     const size_t profile = profile_of(step);
     live_ = step.live, select_width_ = step.select_width;
     place(logits_, static_cast<size_t>(step.batch * artefact_.vocab_size) * sizeof(float));
@@ -188,9 +188,8 @@ class TensorRt : public Backend {
   std::map<size_t, Context> contexts_;             // by profile
   std::map<std::string, Buffer> inputs_, unread_;  // by role; by name, of outputs that nobody reads
   Buffer logits_;
-  int32_t live_ = 0, select_width_ = 0;  // TensorRT reads these on the host, where they must stay
-  const State *state_ = nullptr;
-  uint64_t moves_ = 0;
+  int32_t live_ = 0, select_width_ = 0;                       // TensorRT reads these on the host, where they must stay
+  uint64_t bound_ = 0;                                        // the state that recorded steps are of
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by rows to encode and room for selected rows
 
   static std::string chosen(const Settings &settings, const Artefact &artefact) {
