@@ -1,7 +1,8 @@
 // TensorRT's runtime and CUDA's driver in one library, without either, for tests/test_examples_cpp.py: device memory is
-// the host's, and a plan is a line of profiles, "S S B;..." (least and most tokens, most sequences), and an ONNX model
-// that ONNX Runtime computes. What the real ones forbid fails here: shapes outside the profile, tensors without an
-// address, device tensors on the host and host values on the device, copies while a stream is captured.
+// the host's, and a plan is a line, "host" or "device" (where the numbers of a step are) and "S S B;..." for its
+// profiles (least and most tokens, most sequences), and an ONNX model that ONNX Runtime computes. What the real ones
+// forbid fails here: shapes outside the profile, tensors without an address, device tensors on the host and host values
+// on the device, copies while a stream is captured.
 #include "fake_nvinfer_stubs.h"  // what is not used here, made by the test from TensorRT's headers
 
 #include <onnxruntime_cxx_api.h>
@@ -48,7 +49,7 @@ CU cuCtxSetCurrent(void *context) { return context != &device; }
 CU cuMemAlloc_v2(char **address, size_t nbytes) {
   if (nbytes > 64 << 20) return 2;
   *address = new char[nbytes];
-  std::memset(*address, 0x5A, nbytes);
+  std::memset(*address, 0xFF, nbytes);  // NaN
   device[*address] = nbytes;
   return 0;
 }
@@ -132,7 +133,8 @@ struct Graph {
   Tensors tensors;
 };
 
-bool on_host(const std::string &name) { return name == "live" || name == "select_width"; }
+bool numbers_on_host = true;
+bool on_host(const std::string &name) { return numbers_on_host && (name == "live" || name == "select_width"); }
 
 struct Context : StubExecutionContext, IExecutionContext {
   explicit Context(Graph &graph) : graph(graph), tensors(graph.tensors) { mImpl = this; }
@@ -207,6 +209,9 @@ struct Engine : StubCudaEngine, ICudaEngine {
     mImpl = this;
     const char *model = static_cast<const char *>(std::memchr(plan, '\n', size)) + 1;
     std::istringstream line(std::string(plan, model));
+    std::string where;
+    line >> where;
+    numbers_on_host = where == "host";
     for (Profile one; line >> one.least >> one.most >> one.batch; line.ignore()) graph.profiles.push_back(one);
     Ort::SessionOptions options;
     options.SetIntraOpNumThreads(1);
@@ -231,6 +236,9 @@ struct Engine : StubCudaEngine, ICudaEngine {
     return at(name).input ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
   }
   DataType getTensorDataType(char const *name) const noexcept override { return type_of(at(name).type); }
+  TensorLocation getTensorLocation(char const *name) const noexcept override {
+    return on_host(name) ? TensorLocation::kHOST : TensorLocation::kDEVICE;
+  }
   IExecutionContext *createExecutionContext(ExecutionContextAllocationStrategy) noexcept override {
     return new Context(graph);
   }
@@ -246,6 +254,7 @@ struct Runtime : StubRuntime, IRuntime {
   Runtime() { mImpl = this; }
   Registry registry;
 
+  void setEngineHostCodeAllowed(bool) noexcept override {}
   IPluginRegistry &getPluginRegistry() noexcept override { return registry; }
   ICudaEngine *deserializeCudaEngine(void const *blob, std::size_t size) noexcept override {
     try {

@@ -25,7 +25,7 @@ from debian import Unavailable
 from engines import make_engine
 from test_runtime_artefact import edit_model, read, rewrite, set_entry
 
-from plugins.contract import LIVE_STEP, ROW_SYMBOLS, capacity_for, state_sizes
+from plugins.contract import HOST_INPUTS, LIVE_STEP, ROW_SYMBOLS, TensorSpec, capacity_for, state_sizes
 from plugins.deltakv.config import DeltaKVConfig
 from plugins.geometry import Geometry
 from plugins.intkv.config import Int4Config
@@ -571,10 +571,13 @@ def planned(folder: Path, *, in_place: bool = True, plugins: bool = True, **targ
     for name in ("model.onnx", "model.onnx.data"):
         (folder / name).unlink()
     head = ";".join(f"{tokens[0]} {tokens[2]} {batch[2]}" for tokens, batch in PROFILES.values())
+    head = ("host " if plugins else "device ") + head
     (folder / "engine.plan").write_bytes(head.encode() + b"\n" + model.SerializeToString())
     if plugins:
         (folder / "libkvpack_tensorrt.so").write_text("no library at all")
     config = read(folder)
+    if all(entry["role"] != "live" for entry in config["inputs"]):  # nothing reads it, so that the plan has none
+        config["inputs"].append(TensorSpec("live", "live", *HOST_INPUTS["live"]).to_json())
     config["target"] = {
         "backend": "tensorrt" if plugins else "tensorrt-rtx", "versions": {}, "sm": ["8.9"], "plan": "engine.plan",
         "plugins": "libkvpack_tensorrt.so" if plugins else None, "in_place": in_place,
@@ -610,7 +613,7 @@ def test_what_the_tensorrt_host_refuses(trt: list[str | Path], tmp_path: Path) -
     assert "is an engine for 'onnxruntime', not for TensorRT" in sentence(folder)
     planned(folder)
     assert "cannot be loaded" in sentence(folder, "--tensorrt", "libnowhere.so")
-    assert "no profile of the plan holds 3 tokens of 5 sequences" in sentence(folder, *("--tokens", "1,2,3") * 4)
+    assert "takes 1 to 4 sequences at once, not 5" in sentence(folder, *("--tokens", "1,2,3") * 4)
     damaged(folder, "libkvpack_tensorrt.so", "flipped")
     assert "libkvpack_tensorrt.so is damaged" in sentence(folder)
     profile = {"name": "decode", "tokens": [1, 1], "batch": [1, 1, 1]}
@@ -619,6 +622,8 @@ def test_what_the_tensorrt_host_refuses(trt: list[str | Path], tmp_path: Path) -
             ({"plan": "../engine.plan"}, "../engine.plan is no file of the engine"),
             ({"plan": None}, "the target is malformed"),
             ({"profiles": []}, "there is no profile"),
+            ({"weights": "plan.onnx"}, "build the engine without --strip-weights"),
+            ({"in_place": 1}, "true or false must be"),
             ({"profiles": [profile]}, "has not three sizes"),
             ({"profiles": [profile | {"tokens": [2, 1, 1]}]}, "has an empty range"),
             ({"profiles": [profile | {"tokens": [1, 1, 1]}]}, "disagree about the profiles"),

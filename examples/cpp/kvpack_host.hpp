@@ -1014,6 +1014,8 @@ class Backend {
   virtual bool in_place() const { return true; }
   /// The most tokens of a sequence that one step takes.
   virtual int64_t most_tokens() const { return INT32_MAX; }
+  /// The most sequences of a session.
+  virtual int64_t most_sequences() const { return INT32_MAX; }
   /// The S that a step of `tokens` tokens must have, at least `tokens`.
   virtual int64_t padded(int64_t tokens) const { return tokens; }
   /// Computes a step over the state, which it updates, and writes the logits of the last new token of each sequence,
@@ -1026,11 +1028,12 @@ class Session {
  public:
   using Rows = std::vector<std::vector<int64_t>>;  // tokens of each sequence; may be empty
 
+  /// Throws Error when the backend does not take so many sequences.
   Session(const Artefact &artefact, Backend &backend, int64_t batch)
       : artefact_(artefact),
         backend_(backend),
-        lengths_(static_cast<size_t>(batch), 0),
-        logits_(static_cast<size_t>(batch * artefact.vocab_size)),
+        lengths_(checked(batch), 0),
+        logits_(lengths_.size() * static_cast<size_t>(artefact.vocab_size)),
         state_(artefact, batch, backend.memory(), backend.in_place()) {}
 
   /// Tokens stored per sequence.
@@ -1098,6 +1101,12 @@ class Session {
   State state_;
   bool broken_ = false;
 
+  size_t checked(int64_t batch) const {
+    const int64_t most = backend_.most_sequences();
+    if (batch >= 1 && batch <= most) return static_cast<size_t>(batch);
+    throw Error(artefact_.path.string() + " takes 1 to " + std::to_string(most) + " sequences at once, not " +
+                std::to_string(batch) + ": use fewer, or build it with a larger --batch.");
+  }
   int64_t longest_after(const Rows &tokens) const {
     int64_t most = 0;
     for (size_t b = 0; b < tokens.size(); ++b)

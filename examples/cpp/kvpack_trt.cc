@@ -48,7 +48,7 @@ struct Target {
     int64_t least = 1, most = 1, batch_least = 1, batch_most = 1;  // tokens of a sequence; sequences
   };
   std::string plan, plugins;
-  bool in_place = true;
+  bool in_place = true, brings_runtime = false;
   std::vector<Profile> profiles;
 
   /// Throws Error.
@@ -62,6 +62,11 @@ struct Target {
       plan = target.at("plan").string();
       if (const Json *file = target.find("plugins"); file && !file->is(Json::Kind::null)) plugins = file->string();
       if (const Json *flag = target.find("in_place"); flag) in_place = flag->truth();
+      if (const Json *flag = target.find("version_compatible")) brings_runtime = flag->truth();
+      if (const Json *file = target.find("weights"); file && !file->is(Json::Kind::null))
+        throw Error((artefact.path / plan).string() +
+                    " has no weights in it, and only the Python runtime gives it those "
+                    "of the graph: build the engine without --strip-weights.");
       for (const Json &entry : target.at("profiles").array()) {
         const auto &tokens = entry.at("tokens").array(), &batch = entry.at("batch").array();
         if (tokens.size() != 3 || batch.size() != 3)
@@ -102,6 +107,7 @@ class TensorRt : public Backend {
     const auto create = library_.symbol<void *(void *, int32_t)>("createInferRuntime_INTERNAL");
     runtime_.reset(static_cast<nvinfer1::IRuntime *>(create(&logger_, NV_TENSORRT_VERSION)));
     if (!runtime_) throw sentence("does not start", "compile this program with the headers of the library's release");
+    runtime_->setEngineHostCodeAllowed(target_.brings_runtime);  // the plan's hash was checked
     if (!target_.plugins.empty()) {
       const std::string path = std::filesystem::absolute(artefact.path / target_.plugins).string();
       if (!runtime_->getPluginRegistry().loadLibrary(path.c_str()))
@@ -121,6 +127,11 @@ class TensorRt : public Backend {
     for (const Target::Profile &one : target_.profiles) most = std::max(most, one.most);
     return most;
   }
+  int64_t most_sequences() const override {
+    int64_t most = 1;
+    for (const Target::Profile &one : target_.profiles) most = std::max(most, one.batch_most);
+    return most;
+  }
   int64_t padded(int64_t tokens) const override {
     int64_t best = INT64_MAX;
     for (const Target::Profile &one : target_.profiles)
@@ -133,13 +144,12 @@ class TensorRt : public Backend {
     if (state.place() != bound_) recorded_.clear();
     bound_ = state.place();
     const size_t profile = profile_of(step);
-    live_ = step.live, select_width_ = step.select_width;
     place(logits_, static_cast<size_t>(step.batch * artefact_.vocab_size) * sizeof(float));
-    for (const TensorSpec &spec : artefact_.inputs)
-      if (spec.role != "state" && !host_value(spec.role)) {
-        place(inputs_[spec.role], step.nbytes(spec.role));
-        device_.upload(inputs_[spec.role].address, step.data(spec.role), step.nbytes(spec.role), stream_.handle);
-      }
+    for (const TensorSpec &spec : given_) {
+      if (on_host_.count(spec.role)) continue;
+      place(inputs_[spec.role], step.nbytes(spec.role));
+      device_.upload(inputs_[spec.role].address, step.data(spec.role), step.nbytes(spec.role), stream_.handle);
+    }
     if (!graphs_ || step.width != 1 || !replay(step, state, profile)) {
       Context &context = contexts_[profile];
       prepare(context, profile, step, state);
@@ -188,8 +198,9 @@ class TensorRt : public Backend {
   std::map<size_t, Context> contexts_;             // by profile
   std::map<std::string, Buffer> inputs_, unread_;  // by role; by name, of outputs that nobody reads
   Buffer logits_;
-  int32_t live_ = 0, select_width_ = 0;                       // TensorRT reads these on the host, where they must stay
-  uint64_t bound_ = 0;                                        // the state that recorded steps are of
+  std::vector<TensorSpec> given_;  // inputs that every step is given, but for those that nothing reads
+  std::map<std::string, std::vector<char>> on_host_;  // by role, what TensorRT reads on the host, where it must stay
+  uint64_t bound_ = 0;                                // the state that recorded steps are of
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by rows to encode and room for selected rows
 
   static std::string chosen(const Settings &settings, const Artefact &artefact) {
@@ -215,14 +226,21 @@ class TensorRt : public Backend {
       throw Error(path.string() + " and config.json disagree about " + what + ": " + Artefact::REBUILD + ".");
     };
     if (static_cast<size_t>(engine_->getNbOptimizationProfiles()) != target_.profiles.size()) refuse("the profiles");
-    if (static_cast<size_t>(engine_->getNbIOTensors()) != artefact_.inputs.size() + artefact_.outputs.size())
-      refuse("the number of tensors");
+    size_t known = 0;
     for (const auto &[specs, mode] : {std::pair(&artefact_.inputs, nvinfer1::TensorIOMode::kINPUT),
                                       std::pair(&artefact_.outputs, nvinfer1::TensorIOMode::kOUTPUT)})
-      for (const TensorSpec &spec : *specs)
-        if (engine_->getTensorIOMode(spec.name.c_str()) != mode ||
-            engine_->getTensorDataType(spec.name.c_str()) != element(spec.dtype))
+      for (const TensorSpec &spec : *specs) {
+        const bool given = mode == nvinfer1::TensorIOMode::kINPUT && spec.role != "state";
+        const nvinfer1::TensorIOMode found = engine_->getTensorIOMode(spec.name.c_str());
+        if (given && found == nvinfer1::TensorIOMode::kNONE) continue;  // nothing reads it
+        if (found != mode || engine_->getTensorDataType(spec.name.c_str()) != element(spec.dtype))
           refuse("the tensor '" + spec.name + "'");
+        if (given) given_.push_back(spec);
+        if (given && engine_->getTensorLocation(spec.name.c_str()) == nvinfer1::TensorLocation::kHOST)
+          on_host_[spec.role].resize(sizeof(int64_t));
+        ++known;
+      }
+    if (static_cast<size_t>(engine_->getNbIOTensors()) != known) refuse("the number of tensors");
   }
 
   /// The first profile that holds the step.
@@ -246,10 +264,6 @@ class TensorRt : public Backend {
     buffer.nbytes = nbytes;
     if (!buffer.address) throw Error("the GPU is out of memory");
   }
-  const int32_t *host_value(const std::string &role) const {
-    return role == "live" ? &live_ : role == "select_width" ? &select_width_ : nullptr;
-  }
-
   /// Everything that a context must know before a step.
   void prepare(Context &context, size_t profile, const Step &step, const State &state) {
     if (!context) {
@@ -271,11 +285,16 @@ class TensorRt : public Backend {
       throw logger_.error("does not take '" + name + "' of " + sizes + " in the profile " +
                           target_.profiles[profile].name);
     };
-    for (const TensorSpec &spec : artefact_.inputs) {
-      if (spec.role == "state") continue;
+    for (const TensorSpec &spec : given_) {
       shape(spec.name, step.dims(spec.role));
-      bind(spec.name,
-           host_value(spec.role) ? static_cast<const void *>(host_value(spec.role)) : inputs_[spec.role].address);
+      const auto host = on_host_.find(spec.role);
+      if (host == on_host_.end()) {
+        bind(spec.name, inputs_[spec.role].address);
+        continue;
+      }
+      if (step.nbytes(spec.role) > host->second.size()) throw Error("TensorRT reads '" + spec.name + "' on the host");
+      std::memcpy(host->second.data(), step.data(spec.role), step.nbytes(spec.role));
+      bind(spec.name, host->second.data());
     }
     for (const State::Tensor &one : state.tensors()) {
       shape(one.spec.name, one.dims);
@@ -301,8 +320,8 @@ class TensorRt : public Backend {
     const std::pair kind(step.encode, width);
     if (!recorded_.count(kind) && recorded_.size() >= MOST_GRAPHS) return false;
     Step sized = step;
-    sized.live = live_ = static_cast<int32_t>(state.capacity());  // a step of one token reads its own lengths
-    sized.select_width = select_width_ = static_cast<int32_t>(width);
+    sized.live = static_cast<int32_t>(state.capacity());  // a step of one token reads its own lengths
+    sized.select_width = static_cast<int32_t>(width);
     if (!recorded_.count(kind)) {
       Context context;
       prepare(context, profile, sized, state);  // may forget what was recorded
@@ -312,6 +331,7 @@ class TensorRt : public Backend {
     }
     Recorded &one = recorded_[kind];
     if (!one.graph) {
+      prepare(one.context, profile, sized, state);  // another kind's numbers may be on the host since
       device_.finish(stream_.handle);
       device_.begin_capture(stream_.handle);
       const bool done = one.context->enqueueV3(stream_.handle);
@@ -319,7 +339,6 @@ class TensorRt : public Backend {
       one.device = &device_;
       if (!done || !one.graph) {  // from now on without
         graphs_ = false;
-        live_ = step.live, select_width_ = step.select_width;
         return false;
       }
     }
@@ -331,8 +350,10 @@ class TensorRt : public Backend {
     const int64_t count = *std::max_element(step.select_len.begin(), step.select_len.end());
     int64_t power = 1;
     while (power <= std::max<int64_t>(count - 1, 1)) power *= 2;
-    const int64_t size = std::max(Geometry::SELECT_STEP, power / 8);
-    return std::min((count + size - 1) / size * size, artefact_.geometry->encoded(capacity));
+    const auto rounded = [](int64_t rows, int64_t by) { return (rows + by - 1) / by * by; };
+    const Geometry &geometry = *artefact_.geometry;
+    const int64_t most = rounded(geometry.selected(artefact_.max_length), Geometry::SELECT_STEP);  // of the profile
+    return std::min({rounded(count, std::max(Geometry::SELECT_STEP, power / 8)), geometry.encoded(capacity), most});
   }
 };
 
