@@ -73,12 +73,14 @@ struct Idle : Backend {
   HostMemory host;
   bool fails = false;
   std::set<uint64_t> places;
+  std::vector<int64_t> widths;
   Memory &memory() override { return host; }
   std::string name() const override { return "idle"; }
   void run(const Step &step, const State &state, float *logits) override {
     if (fails) throw Error("told to");
     places.insert(state.place());
-    logits[0] = static_cast<float>(step.width);
+    widths.push_back(step.width);
+    std::fill_n(logits, step.batch, 0.0f);
   }
 };
 
@@ -99,6 +101,10 @@ void sessions(const std::string &engine) {
     attempt(session, 3);
   }
   std::cout << backend.places.size() << " places\n";
+  backend.widths.clear();
+  Session(artefact, backend, 1).append({std::vector<int64_t>(7, 1)}, 3);
+  Session(artefact, backend, 1).append({std::vector<int64_t>(2, 1)}, 1);
+  show("widths", backend.widths);
   Session session(artefact, backend, 1);
   attempt(session, 30);
   attempt(session, static_cast<size_t>(artefact.max_length) - 29);

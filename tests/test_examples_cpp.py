@@ -58,7 +58,9 @@ def onnxruntime() -> tuple[Path, Path]:
     """The folder of ONNX Runtime's headers, and its library."""
     spec = importlib.util.find_spec("onnxruntime")
     assert spec is not None and spec.submodule_search_locations
-    (library,) = Path(spec.submodule_search_locations[0], "capi").glob("libonnxruntime.so.*")
+    library = next(Path(spec.submodule_search_locations[0], "capi").glob("libonnxruntime.so.*"), None)
+    if library is None:
+        pytest.skip("this build of onnxruntime has no libonnxruntime.so")
     try:
         return ort_headers.find(), library
     except Unavailable as error:
@@ -302,7 +304,7 @@ def test_sessions_after_a_failed_step(driver: Callable[..., str], tmp_path: Path
     if geometry is None:
         failed, after = "the session is as before.", "32"
     assert driver("sessions", str(folder)).splitlines() == [
-        *["3"] * 3, "3 places", "30",
+        *["3"] * 3, "3 places", "widths 3 3 2 1 1", "30",
         "sequence 0 holds 30 tokens and 35 more exceed the engine's limit of 64: shorten the prompt or export with a "
         "larger --max-length.",
         f"appending 2 tokens to 30 failed (told to): {failed}", after, "2",

@@ -1047,7 +1047,8 @@ class Session {
 
   /// Appends tokens[b] to sequence b and returns the logits behind its last one, float32 [B, V]; those of a sequence
   /// that was given none mean nothing. Valid until the next call. Prompts longer than `chunk` tokens (0: as many as the
-  /// backend takes) are appended in several steps. Throws Error before anything is written, or when a step fails.
+  /// backend takes) are appended in several steps. Throws Error before anything is written, or when a step fails; steps
+  /// before it stay, see lengths().
   const float *append(const Rows &tokens, int64_t chunk = 0) {
     const int64_t longest = check(tokens);
     const int64_t part = std::min(chunk > 0 ? chunk : INT32_MAX, backend_.most_tokens());
@@ -1061,7 +1062,8 @@ class Session {
         const auto count = static_cast<int64_t>(tokens[b].size());
         rows[b].assign(tokens[b].begin() + std::min(start, count), tokens[b].begin() + std::min(start + part, count));
       }
-      const float *found = step(rows, some);
+      // A last token is not left to a decode step, which may read a selection only.
+      const float *found = step(rows, some, std::min<int64_t>(part, 2));
       const auto width = static_cast<size_t>(artefact_.vocab_size);
       for (size_t b = 0; b < rows.size(); ++b)
         if (!rows[b].empty()) std::copy_n(found + b * width, width, logits_.data() + b * width);
@@ -1121,11 +1123,11 @@ class Session {
       throw;
     }
   }
-  const float *step(const Rows &rows, std::vector<float> &logits) {
+  const float *step(const Rows &rows, std::vector<float> &logits, int64_t least = 1) {
     size_t most = 0;
     for (const std::vector<int64_t> &row : rows) most = std::max(most, row.size());
-    const Step made = Step::make(rows, lengths_, artefact_.geometry, state_.capacity(), state_.trash(),
-                                 backend_.padded(static_cast<int64_t>(most)));
+    const int64_t width = backend_.padded(std::max(static_cast<int64_t>(most), least));
+    const Step made = Step::make(rows, lengths_, artefact_.geometry, state_.capacity(), state_.trash(), width);
     const int64_t past = *std::max_element(lengths_.begin(), lengths_.end());
     try {
       backend_.run(made, state_, logits.data());

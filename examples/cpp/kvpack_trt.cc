@@ -264,6 +264,7 @@ class TensorRt : public Backend {
     buffer.nbytes = nbytes;
     if (!buffer.address) throw Error("the GPU is out of memory");
   }
+
   /// Everything that a context must know before a step.
   void prepare(Context &context, size_t profile, const Step &step, const State &state) {
     if (!context) {
