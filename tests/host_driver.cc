@@ -13,7 +13,11 @@ namespace {
 
 template <class N> std::vector<N> numbers(std::istream &line, size_t count) {
   std::vector<N> read(count);
-  for (N &value : read) line >> value;
+  for (N &value : read) {
+    std::string word;  // streams read no NaN
+    if constexpr (std::is_floating_point_v<N>) line >> word, value = std::strtof(word.c_str(), nullptr);
+    else line >> value;
+  }
   return read;
 }
 template <class V> void show(const char *name, const V &values) {
@@ -63,7 +67,11 @@ void draws(const std::string &text) {
     const auto given = numbers<uint64_t>(line, 3);
     const auto logits = numbers<float>(line, given[2]);
     Sampler sampler(params, given[0]);
-    for (uint64_t n = 0; n < given[1]; ++n) std::cout << sampler(logits.data(), logits.size()) << ' ';
+    for (uint64_t n = 0; n < given[1]; ++n) try {
+        std::cout << sampler(logits.data(), logits.size()) << ' ';
+      } catch (const Error &error) {
+        std::cout << error.what();
+      }
     std::cout << '\n';
   }
 }

@@ -163,6 +163,7 @@ class Sampler {
     else tokens_.resize(count), std::iota(tokens_.begin(), tokens_.end(), 0);
     for (const int64_t token : tokens_) weights_.push_back(std::exp(scaled_[static_cast<size_t>(token)]));
     const double total = pairwise_sum(weights_.data(), weights_.size());
+    if (!std::isfinite(total)) throw Error("the logits of a step are not numbers, so that no token can be drawn.");
     if (params_.top_p < 1) drop((1 - params_.top_p) / static_cast<double>(weights_.size()) * total);
 
     std::vector<size_t> order(tokens_.size());
