@@ -370,10 +370,9 @@ def test_bad_requests_are_refused_in_one_sentence(folder: Path) -> None:
         status, answer = service.ask("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], session="s")
         assert status == 400 and "was not started with messages" in answer["error"]["message"]
         assert service.ask("/v1/completions", **session | {"prompt": "x", "max_tokens": 60})[0] == 200  # still there
-        connection = service.connect("/v1/completions", {"prompt": "x" * (1 << 20)})
-        assert connection.getresponse().status == 413
-        connection.close()
-        assert service.outcomes() == {"ok": 2, "invalid": 2 * len(bad) + 1}
+        status, answer = service.ask("/v1/completions", prompt="x" * (1 << 20))
+        assert status == 413 and "more than 67136 bytes" in answer["error"]["message"]
+        assert service.outcomes() == {"ok": 2, "invalid": 2 * len(bad) + 2}
     with Engine.open(folder) as engine:
         limit = engine.artefact.max_length
         with serving(folder, prompt_tokens=2 * limit) as service:
@@ -493,3 +492,27 @@ def test_the_command_serves_and_ends_gracefully(folder: Path, command: Callable[
         refused = command(*options)
         told = refused.communicate(timeout=PATIENCE)[1]
         assert refused.returncode == 1 and told.startswith("error: ") and sentence in told and told.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_real_model_answers_sixteen_and_a_long_prompt_can_be_left(home: Path) -> None:
+    from real import built
+
+    folder = built(home / "service", "--method", "vqkv", "--ratio", "0.25", "--effort", "quick")
+    asked = [
+        {"messages": [{"role": "user", "content": f"Count from {n} to {n + 9}."}], "max_tokens": 12, "temperature": 0.8}
+        for n in range(16)
+    ]
+    with serving(folder, running=16) as service, ThreadPoolExecutor(16) as clients:
+        connection = service.connect("/v1/completions", {"prompt": "A long text. " * 1500, "max_tokens": 5})
+        service.wait(running_requests=1)
+        connection.close()  # in the middle of its prefill, which goes no further
+        found = service.wait(**{'requests_total{outcome="cancelled"}': 1})
+        assert found["prompt_tokens_total"] == found["cache_bytes"] == 0
+        answers = list(clients.map(lambda n: service.stream("/v1/chat/completions", **asked[n], seed=n), range(16)))
+        for n, (body, events) in enumerate(zip(asked, answers, strict=True)):
+            params = {"max_tokens": 12, "temperature": 0.8, "seed": n}
+            (expected,) = alone(service.engine, body["messages"], **params)
+            assert ids_of(events) == [token.id for token in expected]
+            assert "".join(event["choices"][0]["delta"]["content"] for event in events) == text_of(expected)
+        assert service.engine.nbytes == 0

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -191,8 +191,7 @@ def test_requests_beyond_the_slots_wait(start: Start, monkeypatch: pytest.Monkey
     request, second = backend.request(text_input="second", max_tokens=5)
     with ThreadPoolExecutor(1) as server:
         execute = server.submit(model.execute, [request])
-        with pytest.raises(TimeoutError):
-            execute.result(0.1)  # Triton keeps what comes after it
+        assert not wait([execute], 0.1).done  # Triton keeps what comes after it
         go.set()
         execute.result(PATIENCE)
     assert len(answer(first)) == len(answer(second)) == 1

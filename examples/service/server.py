@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from generations import GenerateRequest, Generation, Generations, Limits
@@ -137,6 +137,27 @@ class Events(StreamingResponse):
         yield "data: [DONE]\n\n"
 
 
+class BodyLimit:
+    """ASGI middleware: a body of more than `most` bytes is not read to its end."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self.app = app
+        self.most = most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        total = 0
+
+        async def limited() -> Any:
+            nonlocal total
+            message = await receive()
+            total += len(message.get("body", b""))
+            if total > self.most:
+                raise HTTPException(413, f"the request has more than {self.most} bytes: shorten its prompt.")
+            return message
+
+        await self.app(scope, limited, send)
+
+
 class ClientGone(Exception):
     """The client left before its answer began."""
 
@@ -177,9 +198,8 @@ def create_app(engine: Engine, limits: Limits) -> FastAPI:
         task.cancel()
         await generations.close()
 
-    app = FastAPI(
-        title="kvpack", lifespan=lifespan, max_body_size=(1 << 16) + BODY_BYTES_PER_TOKEN * limits.prompt_tokens
-    )
+    app = FastAPI(title="kvpack", lifespan=lifespan)
+    app.add_middleware(BodyLimit, most=(1 << 16) + BODY_BYTES_PER_TOKEN * limits.prompt_tokens)
 
     async def answer(request: Request, prompt: Any, options: Options, chat: bool) -> Response:
         wanted = GenerateRequest(prompt, options.params(limits), options.session, options.resume)
@@ -203,9 +223,10 @@ def create_app(engine: Engine, limits: Limits) -> FastAPI:
     async def chat_completions(request: Request, options: ChatOptions) -> Response:
         return await answer(request, [message.model_dump() for message in options.messages], options, chat=True)
 
-    @app.delete("/v1/sessions/{name:path}", status_code=204)
-    async def forget(name: str) -> None:
+    @app.delete("/v1/sessions/{name:path}")
+    async def forget(name: str) -> Response:
         await asyncio.to_thread(generations.sessions.forget, name)
+        return Response(status_code=204)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -224,13 +245,17 @@ def create_app(engine: Engine, limits: Limits) -> FastAPI:
     async def client_gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    def invalid(sentence: str) -> Response:
+    def invalid(sentence: str, status: int = 400) -> Response:
         metrics.requests.labels("invalid").inc()
-        return JSONResponse(_error(400, sentence), 400)
+        return JSONResponse(_error(status, sentence), status)
 
     @app.exception_handler(UserError)
     async def user_error(request: Request, error: UserError) -> Response:
         return invalid(str(error))
+
+    @app.exception_handler(HTTPException)
+    async def too_large(request: Request, error: HTTPException) -> Response:
+        return invalid(error.detail, error.status_code)
 
     @app.exception_handler(RequestValidationError)
     async def bad_request(request: Request, error: RequestValidationError) -> Response:
