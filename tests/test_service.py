@@ -488,7 +488,10 @@ def test_the_command_serves_and_ends_gracefully(folder: Path, command: Callable[
     assert ids_of([json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]) == [t.id for t in expected]
     assert "Application shutdown complete" in process.stderr.read()
     assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
-    for options, sentence in ((["--memory-limit", "9KB"], "the limit is 9,000"), (["--provider", "tpu"], "'tpu'")):
+    for options, sentence in (
+        (["--memory-limit", "9KB"], "the limit is 9,000"),
+        (["--max-running", "0"], "running is 0"),
+    ):
         refused = command(*options)
         told = refused.communicate(timeout=PATIENCE)[1]
         assert refused.returncode == 1 and told.startswith("error: ") and sentence in told and told.count("\n") == 1

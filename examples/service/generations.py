@@ -37,6 +37,11 @@ class Limits:
     prompt_tokens: int = 8192
     max_tokens: int = 1024
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name != "waiting"):
+                raise UserError(f"the limit {name} is {value}: it must be positive.")
+
 
 @dataclass(frozen=True)
 class GenerateRequest:

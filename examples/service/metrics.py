@@ -28,7 +28,6 @@ class Metrics:
         for outcome in OUTCOMES:
             self.requests.labels(outcome)
 
-    def gauge(self, name: str, help: str, read: Callable[[], float], **labels: str) -> None:
+    def gauge(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A value that is read when it is asked for."""
-        gauge = Gauge(name, help, list(labels), namespace="kvpack", registry=self.registry)
-        (gauge.labels(**labels) if labels else gauge).set_function(read)
+        Gauge(name, help, namespace="kvpack", registry=self.registry).set_function(read)

@@ -297,14 +297,12 @@ def _options() -> argparse.ArgumentParser:
 def main() -> None:
     args = _options().parse_args()
     logging.basicConfig(level=logging.INFO)
-    limits = Limits(
-        running=args.max_running, waiting=args.max_waiting, sessions=args.max_sessions, idle_seconds=args.idle_seconds,
-        prompt_tokens=args.max_prompt_tokens, max_tokens=args.max_tokens,
-    )  # fmt: skip
     try:
-        engine = Engine.open(
-            args.engine, provider=args.provider, threads=args.threads, memory_limit=args.memory_limit
+        limits = Limits(
+            running=args.max_running, waiting=args.max_waiting, sessions=args.max_sessions, idle_seconds=args.idle_seconds,
+            prompt_tokens=args.max_prompt_tokens, max_tokens=args.max_tokens,
         )  # fmt: skip
+        engine = Engine.open(args.engine, provider=args.provider, threads=args.threads, memory_limit=args.memory_limit)
         if args.self_check:
             engine.self_check()
         app = create_app(engine, limits)
