@@ -148,6 +148,13 @@ def alone(engine: Engine, *turns: Any, **params: Any) -> list[list[Token]]:
         return [list(session.generate(prompt, SamplingParams(**params))) for prompt in turns]
 
 
+def answer_to(engine: Engine, body: dict[str, Any]) -> list[Token]:
+    """What a session of its own generates for a request."""
+    given = dict(body)
+    prompt = given.pop("messages", None) or given.pop("prompt")
+    return alone(engine, prompt, **given)[0]
+
+
 def text_of(tokens: list[Token]) -> str:
     return "".join(token.text for token in tokens)
 
@@ -172,13 +179,8 @@ def test_sixteen_streams_at_a_time_get_what_a_session_alone_gives(
         return prefill(session, tokens)
 
     asked = [
-        {
-            "prompt": f"Question {n} " * (n + 1),
-            "max_tokens": 20 + 3 * n,
-            "temperature": 20.0 + n,
-            "top_p": 0.9,
-            "seed": n,
-        }
+        {"prompt": f"Question {n} " * (n + 1), "max_tokens": 20 + 3 * n, "temperature": 20.0 + n}
+        | {"top_p": 0.9, "seed": n}
         for n in range(16)
     ]
     with serving(folder, running=16) as service:
@@ -186,7 +188,7 @@ def test_sixteen_streams_at_a_time_get_what_a_session_alone_gives(
             patch.setattr(Session, "prefill", together)
             answers = list(clients.map(lambda body: service.stream("/v1/completions", **body), asked))
         for body, events in zip(asked, answers, strict=True):
-            (expected,) = alone(service.engine, body["prompt"], **{k: v for k, v in body.items() if k != "prompt"})
+            expected = answer_to(service.engine, body)
             assert ids_of(events) == [token.id for token in expected]
             assert "".join(event["choices"][0]["text"] for event in events) == text_of(expected)
             assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
@@ -229,11 +231,11 @@ def test_a_conversation_by_session_equals_one_runtime_session(folder: Path) -> N
 
 
 def test_memory_stays_within_its_limit_and_returns_to_the_floor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
     body = {"prompt": "x" * 100, "max_tokens": 100}
     with Engine.open(folder) as engine:
         limit = 3 * size(engine, 200) + 1
-        (expected,) = alone(engine, body["prompt"], max_tokens=1)
+        expected = text_of(answer_to(engine, body))
+    gate = Gate(monkeypatch)
     with serving(folder, limit, running=8, prompt_tokens=100, max_tokens=100) as service:
         watch = threading.Event()
         seen: list[float] = []
@@ -269,7 +271,7 @@ def test_memory_stays_within_its_limit_and_returns_to_the_floor(folder: Path, mo
         answers = {status: 0 for status in (200, 503)}
         for status, answer in crowd:
             answers[status] += 1
-            assert status == 503 or answer["choices"][0]["text"].startswith(text_of(expected))
+            assert status == 503 or answer["choices"][0]["text"] == expected
         assert answers[200] >= 3
         assert service.outcomes() == {"ok": answers[200] + 7, "memory": answers[503] + 1}
         assert max(seen) <= limit == service.metrics()["cache_limit_bytes"] and max(seen) >= 3 * size(
@@ -295,7 +297,7 @@ def test_clients_that_leave_end_their_generation_and_nothing_else(folder: Path) 
             service.wait(**{'requests_total{outcome="cancelled"}': 1})
             whole.close()
             service.wait(**{'requests_total{outcome="cancelled"}': 2})
-            (expected,) = alone(service.engine, "stays", **{k: v for k, v in stays.items() if k != "prompt"})
+            expected = answer_to(service.engine, stays)
             assert ids_of(other.result()) == [token.id for token in expected]
         found = service.wait(running_requests=0, idle_sessions=0, cache_bytes=0)
         assert 3 + 300 <= found["generated_tokens_total"] < LONG / 2
@@ -342,7 +344,7 @@ def test_more_requests_than_may_run_wait_and_more_than_may_wait_are_refused(
         connection.close()
         gate.open()
         for body, answer in zip(asked, answers, strict=True):
-            (expected,) = alone(service.engine, body["prompt"], max_tokens=5)
+            expected = answer_to(service.engine, body)
             assert answer.result()[1]["choices"][0]["text"] == text_of(expected)
         assert service.outcomes() == {"ok": 3, "busy": 1, "cancelled": 1}
 
@@ -393,9 +395,7 @@ def test_a_session_out_of_memory_fails_alone(folder: Path, monkeypatch: pytest.M
 
     others = [{"prompt": f"other {n}", "max_tokens": 200, "temperature": 30.0, "seed": n} for n in range(4)]
     with serving(folder) as service, ThreadPoolExecutor(4) as clients:
-        expected = [
-            alone(service.engine, body["prompt"], **{k: body[k] for k in body if k != "prompt"})[0] for body in others
-        ]
+        expected = [answer_to(service.engine, body) for body in others]
         monkeypatch.setattr(Session, "step", failing)
         answers = [clients.submit(service.stream, "/v1/completions", **body) for body in others]
         for stream in (False, True):  # before the first token there is a status to say it with
@@ -503,7 +503,8 @@ def test_a_real_model_answers_sixteen_and_a_long_prompt_can_be_left(home: Path) 
 
     folder = built(home / "service", "--method", "vqkv", "--ratio", "0.25", "--effort", "quick")
     asked = [
-        {"messages": [{"role": "user", "content": f"Count from {n} to {n + 9}."}], "max_tokens": 12, "temperature": 0.8}
+        {"messages": [{"role": "user", "content": f"Count from {n} to {n + 9}."}], "max_tokens": 12}
+        | {"temperature": 0.8, "seed": n}
         for n in range(16)
     ]
     with serving(folder, running=16) as service, ThreadPoolExecutor(16) as clients:
@@ -512,10 +513,9 @@ def test_a_real_model_answers_sixteen_and_a_long_prompt_can_be_left(home: Path) 
         connection.close()  # in the middle of its prefill, which goes no further
         found = service.wait(**{'requests_total{outcome="cancelled"}': 1})
         assert found["prompt_tokens_total"] == found["cache_bytes"] == 0
-        answers = list(clients.map(lambda n: service.stream("/v1/chat/completions", **asked[n], seed=n), range(16)))
-        for n, (body, events) in enumerate(zip(asked, answers, strict=True)):
-            params = {"max_tokens": 12, "temperature": 0.8, "seed": n}
-            (expected,) = alone(service.engine, body["messages"], **params)
+        answers = list(clients.map(lambda body: service.stream("/v1/chat/completions", **body), asked))
+        for body, events in zip(asked, answers, strict=True):
+            expected = answer_to(service.engine, body)
             assert ids_of(events) == [token.id for token in expected]
             assert "".join(event["choices"][0]["delta"]["content"] for event in events) == text_of(expected)
         assert service.engine.nbytes == 0

@@ -93,6 +93,12 @@ def alone(folder: Path, prompt: Any, **params: Any) -> list[Token]:
         return list(session.generate(prompt, SamplingParams(**params)))
 
 
+def answer_to(folder: Path, values: dict[str, Any]) -> list[Token]:
+    """What a session alone generates for a request."""
+    given = dict(values)
+    return alone(folder, given.pop("text_input"), **given)
+
+
 def test_the_configuration_is_one_that_triton_knows() -> None:
     config = read_config(REPOSITORY / "kvpack" / "config.pbtxt")
     assert config["name"] == "kvpack" and config["backend"] == "python" and config.get("max_batch_size", 0) == 0
@@ -114,13 +120,8 @@ def test_parallel_requests_stream_what_a_session_alone_gives(
 
     model, backend = start()
     asked = [
-        {
-            "text_input": f"Question {n} " * (n + 1),
-            "max_tokens": 20 + 3 * n,
-            "temperature": 20.0 + n,
-            "top_p": 0.75,
-            "seed": n,
-        }
+        {"text_input": f"Question {n} " * (n + 1), "max_tokens": 20 + 3 * n, "temperature": 20.0 + n}
+        | {"top_p": 0.75, "seed": n}
         for n in range(16)
     ]
     with monkeypatch.context() as patch:
@@ -129,7 +130,7 @@ def test_parallel_requests_stream_what_a_session_alone_gives(
         model.execute(list(requests))
         answers = [answer(sender) for sender in senders]
     for values, responses in zip(asked, answers, strict=True):
-        expected = alone(folder, values["text_input"], **{k: v for k, v in values.items() if k != "text_input"})
+        expected = answer_to(folder, values)
         assert ids(responses) == [token.id for token in expected]
         assert text(responses) == "".join(token.text for token in expected)
         reasons = [response.outputs["finish_reason"][0] for response in responses]
@@ -273,7 +274,7 @@ def test_a_real_server_streams_the_same_tokens(folder: Path, tmp_path: Path) -> 
         with ThreadPoolExecutor(16) as clients:
             answers = list(clients.map(stream, asked))
         for values, found in zip(asked, answers, strict=True):
-            expected = alone(folder, values["text_input"], **{k: v for k, v in values.items() if k != "text_input"})
+            expected = answer_to(folder, values)
             assert found == [token.id for token in expected]
         whole = json.loads(post("generate", text_input="hello", max_tokens=7))
         assert whole["token_ids"] == [token.id for token in alone(folder, "hello", max_tokens=7)]

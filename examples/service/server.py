@@ -299,9 +299,13 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     try:
         limits = Limits(
-            running=args.max_running, waiting=args.max_waiting, sessions=args.max_sessions, idle_seconds=args.idle_seconds,
-            prompt_tokens=args.max_prompt_tokens, max_tokens=args.max_tokens,
-        )  # fmt: skip
+            running=args.max_running,
+            waiting=args.max_waiting,
+            sessions=args.max_sessions,
+            idle_seconds=args.idle_seconds,
+            prompt_tokens=args.max_prompt_tokens,
+            max_tokens=args.max_tokens,
+        )
         engine = Engine.open(args.engine, provider=args.provider, threads=args.threads, memory_limit=args.memory_limit)
         if args.self_check:
             engine.self_check()
