@@ -110,6 +110,12 @@ class Session:
         with self._exclusive():
             self._checked(token_lists)
 
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
+        """The tokens that `generate` would store for this prompt, pending ones first; stores nothing."""
+        from runtime.generate import encode
+
+        return self.pending + encode(self.engine, prompt, self)[0]
+
     def generate(
         self,
         prompt: str | Sequence[int] | Sequence[dict[str, str]],
