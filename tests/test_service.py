@@ -115,7 +115,7 @@ def serving(folder: Path, memory_limit: int | None = None, **limits: Any) -> Ite
     finally:
         server.should_exit = True
         thread.join()
-    assert engine.inference is None  # closed
+    assert engine.closed
 
 
 class Gate:

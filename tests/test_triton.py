@@ -60,7 +60,7 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     yield load
     for model in models:
         model.finalize()
-        assert model._engine.inference is None and not model._jobs  # closed, and nothing is left running
+        assert model._engine.closed and not model._jobs  # nothing is left running
 
 
 def send(model: Any, backend: Backend, **values: Any) -> Sender:
