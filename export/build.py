@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .passes import Assembly
 
 KVPACK = "0.1.0"
-BACKENDS = ("onnxruntime",)
+ONNXRUNTIME = "onnxruntime"
+BACKENDS = (ONNXRUNTIME, "tensorrt", "tensorrt-rtx")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 TOOLS = ("onnxruntime", "onnx", "torch", "transformers")  # whose versions an engine records
 QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
@@ -40,7 +41,7 @@ class BuildOptions:
     model: str | None = None
     request: FitRequest = FitRequest()
     codec: Path | None = None
-    backend: str = "onnxruntime"
+    backend: str = ONNXRUNTIME
     dtype: str = "fp32"
     kv_dtype: str | None = None  # bf16 with --dtype bf16, else fp16
     provider: str = "cpu"
@@ -219,9 +220,9 @@ def _write_graph(
     from .trace import trace
 
     ropes = [(cos.numpy(), sin.numpy()) for cos, sin in rope_tables(loaded.model, limit)]
-    plans, tables = layer_plans(codec, specs, options.kv_dtype, limit)
+    plans, tables = layer_plans(codec, specs, options.kv_dtype, limit, int16=options.backend == ONNXRUNTIME)
     model = loaded.model.to(getattr(torch, DTYPES[options.dtype]))
-    assembly = Assembly(trace(model), specs, plans, tables, ropes)
+    assembly = Assembly(trace(model), specs, plans, tables, ropes, tiled=options.backend != "tensorrt-rtx")
     assemble(assembly)
     ir.save(assembly.model, folder / "model.onnx", external_data="model.onnx.data")
     return assembly
