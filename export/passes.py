@@ -49,16 +49,20 @@ class Assembly:
 
     @property
     def nodes(self) -> list[dict[str, object]]:
-        """Op and attributes of every layer's node, as config.json tells them."""
-        return [
-            {
-                "op": plan.op,
-                "attributes": {
-                    name: list(value) if isinstance(value, tuple) else value for name, value in plan.attributes.items()
-                },
-            }
-            for plan in self.plans
-        ]
+        return described(self.plans)
+
+
+def described(plans: Sequence[NodePlan]) -> list[dict[str, object]]:
+    """Op and attributes of every layer's node, as config.json tells them."""
+    return [
+        {
+            "op": plan.op,
+            "attributes": {
+                name: list(value) if isinstance(value, tuple) else value for name, value in plan.attributes.items()
+            },
+        }
+        for plan in plans
+    ]
 
 
 def _require(condition: bool, name: str, sentence: str) -> None:
