@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--strip-weights", action="store_true",
                       help="tensorrt: a plan without weights, which stay beside it in an ONNX graph")  # fmt: skip
     plan.add_argument("--library", type=Path, metavar="FILE",
-                      help="tensorrt: the native library with the plugins (default: `python -m plugins build`'s)")  # fmt: skip
+                      help="tensorrt: the library with the plugins (default: `python -m plugins build`'s)")  # fmt: skip
     build.set_defaults(run=_build)
 
     inspect = commands.add_parser("inspect", help="print what an engine holds and costs")

@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from plugins.errors import UserError
 from plugins.native import library as native
 from plugins.native.faces import TENSORRT
 
 from .graph import write_graph
-from .options import PlanOptions, timing_cache
+from .options import PlanOptions, own_capability, timing_cache
 from .packages import PACKAGES
 from .process import ask
 
@@ -80,6 +81,8 @@ def make(folder: Path, config: dict[str, Any], backend: str, options: PlanOption
 def look(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The layers and states of an engine's plan, by opening it. Raises UserError where that is not possible."""
     target = config["target"]
+    if own_capability() is None:
+        raise UserError("there is no NVIDIA GPU here to open it on")
     return ask(
         "inspect",
         {
