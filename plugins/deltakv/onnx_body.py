@@ -178,7 +178,10 @@ class _Writer:
                 visible = t.Less(row, stored)
                 parts = {name: t.slice(x[name], start, stop, 2) for name in names}
             z = self.dequantised(t, parts["latents"], parts.get("scales"))  # [B, 1, n, latent_dim]
-            mean = self.mean(t, pool, t.Squeeze(self.ordinals(t, parts["index"]), [1]))
+            index = t.Squeeze(self.ordinals(t, parts["index"]), [1])
+            if not t.tiled:  # the row that is built where there are none may be one that this step writes
+                index = t.Min(index, t.Sub(t.size(pool, 2), [1]))
+            mean = self.mean(t, pool, index)
             key = t.Add(t.MatMul(z, to_key), self.heads(t, mean, 0))
             return self.rotated(t, key, t.Add(row, geometry.sinks)), [z, self.heads(t, mean, 1)], visible
 
