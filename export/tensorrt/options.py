@@ -14,6 +14,7 @@ from plugins.cache import cache_folder
 from plugins.contract import CAPACITY_STEP, TensorSpec, state_sizes
 from plugins.errors import UserError
 from plugins.geometry import Geometry
+from plugins.native import library as native
 
 from .packages import PACKAGES
 
@@ -80,6 +81,8 @@ class PlanOptions:
             )
         package.load()
         self.capabilities(backend)
+        if package.plugins:
+            native.find(self.library)
 
     def capabilities(self, backend: str) -> list[str]:
         """Compute capabilities of the GPUs that the plan is for, as in ["8.9", "12.0"]. Raises UserError."""
