@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("engines", nargs="+")
     parser.add_argument("--memory", type=float, required=True, help="GiB")
-    parser.add_argument("--provider", default="cpu", help="cpu or cuda")
+    parser.add_argument("--provider", help="cpu or cuda (default: cuda for TensorRT plans, else cpu)")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     try:

@@ -179,7 +179,7 @@ def _check_plan(options: BuildOptions, loaded: LoadedModel, codec: Codec | None)
     from .tensorrt.plan import check_plugins
 
     limit, specs = _max_length(options, loaded), layer_specs(loaded.model)
-    options.plan.profiles(limit)
+    options.plan.profiles(options.backend, limit)
     check_selection(options.backend, codec.config.geometry() if codec else None, limit)
     plans, _ = layer_plans(codec, specs, options.kv_dtype, limit, int16=False)
     check_plugins({"dtype": options.dtype, "kv_dtype": options.kv_dtype, "nodes": described(plans)},

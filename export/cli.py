@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="tensorrt-rtx: GPUs to build for, as in sm_89,sm_120 (default: this machine's)")  # fmt: skip
     plan.add_argument("--batch", type=int, default=1, help="most sequences of a step (default: %(default)s)")
     plan.add_argument("--prefill-tokens", type=_numbers, default=(), metavar="N,N",
-                      help="most new tokens of a step, each with a profile of its own (default: 512)")  # fmt: skip
+                      help="most new tokens of a step, a profile each (default: 512,8192; rtx: 512)")  # fmt: skip
     plan.add_argument("--keep-onnx", action="store_true", help="keep the ONNX graph beside the plan")
     plan.add_argument("--version-compatible", action="store_true", help="tensorrt: for later versions of it, too")
     plan.add_argument("--hardware-compatible", action="store_true", help="tensorrt: for every GPU from Ampere on")

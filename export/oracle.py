@@ -28,9 +28,9 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
     """Logits of the eager model at the prompts' picks, and of the reference caches at every decode step.
 
     request: model, sha256, codec (folder or null), engine (safetensors with the rows the engine stored), sequences
-    (token lists), prompts (lengths), picks (positions per sequence), max_length, state_dtype, tie. "codes", int64
-    [n, 3], holds what `LayerCache.compare` counted, per sequence and layer; "selections" the same of
-    `ReferenceModel.compare_selections`, per sequence and step.
+    (token lists), prompts (lengths), part (tokens of a prompt that the engine took at once), picks (positions per
+    sequence), max_length, state_dtype, tie. "codes", int64 [n, 3], holds what `LayerCache.compare` counted, per
+    sequence and layer; "selections" the same of `ReferenceModel.compare_selections`, per sequence and step.
     """
     loaded = models.load(request["model"], progress=False)
     if loaded.sha256 != request["sha256"]:
@@ -51,7 +51,8 @@ def answer(request: dict[str, Any]) -> dict[str, Tensor]:
         reference = ReferenceModel(
             loaded.model, codec, request["max_length"], getattr(torch, request["state_dtype"]), given
         )
-        reference.step(tokens[:prompt])
+        for start in range(0, prompt, request["part"]):
+            reference.step(tokens[start : min(start + request["part"], prompt)])
         decoded = []
         for step, token in enumerate(tokens[prompt:]):
             selected = selections(found, number, step)

@@ -59,18 +59,21 @@ def against_model(
     the engine's model.
     """
     artefact = engine.artefact
-    picks = [np.linspace(0, n - 1, min(n, PICKS)).astype(np.int64) for n in prompts]
+    sequences, prompts = sequences[: engine.sequences], prompts[: engine.sequences]
+    part, most = _largest_part(engine, prompts)
+    # Only the first part of a prompt attends to nothing but exact keys and values.
+    picks = [np.linspace(0, n - 1, min(n, most)).astype(np.int64) for n in np.minimum(prompts, part)]
     with engine.session(batch=len(sequences)) as session:
         width = max(len(p) for p in picks)
         padded = np.stack([np.pad(p, (0, width - len(p)), mode="edge") for p in picks])
-        prefill = session.prefill([s[:n] for s, n in zip(sequences, prompts, strict=True)], logits=padded)
+        prefill = _prefill(session, [s[:n] for s, n in zip(sequences, prompts, strict=True)], part, padded)
         rest = [s[n:] for s, n in zip(sequences, prompts, strict=True)]
         decode, selected = decode_steps(session, list(zip(*rest, strict=True)))
         rows = stored_rows(session) | selected
     alone = []
     for tokens, prompt in zip(sequences, prompts, strict=True):
         with engine.session() as session:
-            session.prefill(list(tokens[:prompt]))
+            _prefill(session, [tokens[:prompt]], part)
             alone.append(np.stack([session.decode([token])[0] for token in tokens[prompt:]]))
     request = {
         "model": model,
@@ -79,6 +82,7 @@ def against_model(
         "tie": TIE,
         "sequences": [[int(t) for t in s] for s in sequences],
         "prompts": [int(n) for n in prompts],
+        "part": part,
         "picks": [p.tolist() for p in picks],
         "max_length": artefact.max_length,
         "state_dtype": DTYPES[artefact.config["kv_dtype"]],
@@ -101,6 +105,28 @@ def against_model(
         counts = expected.get(what, np.zeros((1, 3))).sum(0)
         checks += _agreement(what, counts, rounding) if counts[0] else []
     return checks
+
+
+def _largest_part(engine: Engine, prompts: Sequence[int]) -> tuple[int, int]:
+    """Tokens of a prompt that every step of a verification takes at once, and of how many it gives the logits."""
+    part, picks = max(prompts), PICKS
+    for batch in (1, len(prompts)):
+        with engine.session(batch, capacity=min(part + STEPS, engine.artefact.max_length)) as session:
+            if session.most is not None:
+                part, picks = min(part, session.most[0]), min(picks, session.most[1])
+    while part > 2 and any(n > part and n % part == 1 for n in prompts):
+        part -= 1  # a last token alone would be a decode step, which may read a selection only
+    return part, min(part, picks)
+
+
+def _prefill(
+    session: Session, prompts: Sequence[Sequence[int]], part: int, picks: np.ndarray | None = None
+) -> np.ndarray:
+    """Feed prompts in steps of `part` tokens; returns the logits at `picks` (default: the last) of the first step."""
+    first = session.step([prompt[:part] for prompt in prompts], "last" if picks is None else picks)
+    for start in range(part, max(map(len, prompts)), part):
+        session.step([prompt[start : start + part] for prompt in prompts])
+    return first
 
 
 def _scale(logits: Sequence[np.ndarray]) -> float:
@@ -183,9 +209,11 @@ def make_canary(engine: Engine, sequences: Sequence[Sequence[int]], prompts: Seq
 
 
 def verify(
-    path: str | Path, model: str | None, provider: str = "cpu", say: Callable[[str], None] = lambda _: None
+    path: str | Path, model: str | None, provider: str | None = None, say: Callable[[str], None] = lambda _: None
 ) -> list[Check]:
     """Check a built engine: hashes, contract, aliases and stored logits; with `model`, the model and references too.
+
+    provider: as for `Engine.open`.
 
     An engine that could not run where it was built stores no logits: it needs `model`.
     """

@@ -56,6 +56,16 @@ class Artefact:
         return tuple(spec for spec in self.inputs if spec.role == "state")
 
     @property
+    def copies(self) -> int:
+        """Buffers of every state tensor: 2 where a step writes to others than it reads."""
+        return 1 if self.config["target"].get("in_place", True) else 2
+
+    @property
+    def buffers(self) -> tuple[TensorSpec, ...]:
+        """Of every buffer that a session allocates its tensor."""
+        return self.states * self.copies
+
+    @property
     def selected(self) -> dict[int, str]:
         """Observing layer -> the output that says which code rows it chose for the layers after it."""
         names = (spec.name for spec in self.outputs if spec.role == "selected")
@@ -64,7 +74,7 @@ class Artefact:
     @property
     def break_even(self) -> int | None:
         """Length from which fixed and per-sequence bytes together undercut an fp16 cache."""
-        return break_even(self.states, self.geometry, self.config["model"], self.config["fixed_bytes"])
+        return break_even(self.buffers, self.geometry, self.config["model"], self.config["fixed_bytes"])
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = True) -> Artefact:
@@ -80,7 +90,7 @@ class Artefact:
 def state_bytes(artefact: Artefact, tokens: int, batch: int = 1) -> int:
     """Bytes of the cache of a session that was given `tokens` tokens per sequence at once, all sequences together."""
     capacity = capacity_for(tokens, max(tokens, artefact.max_length))
-    return bytes_at(artefact.states, capacity, artefact.geometry, batch)
+    return bytes_at(artefact.buffers, capacity, artefact.geometry, batch)
 
 
 def fp16_bytes(artefact: Artefact, tokens: int) -> int:

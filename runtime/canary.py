@@ -54,6 +54,8 @@ def record(engine: Engine, tokens: np.ndarray, folder: str | Path) -> None:
 
 def replay(engine: Engine, tokens: np.ndarray) -> np.ndarray:
     """float32 [B, 2, V]: logits after the prompt and after the last of CANARY_STEPS decode steps."""
+    if engine.sequences is not None and engine.sequences < len(tokens):
+        return np.concatenate([replay(engine, row[None]) for row in tokens])
     with engine.session(batch=len(tokens)) as session:
         first = session.prefill(tokens[:, :-CANARY_STEPS].tolist())[:, 0]
         for step in range(CANARY_STEPS):

@@ -1,4 +1,4 @@
-"""`python -m runtime generate | bench`: argument parsing and printing; the work is in the other files."""
+"""`python -m runtime info | generate | bench`: argument parsing and printing; the work is in the other files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runtime.generate import Completion, Prompt
     from runtime.sampling import SamplingParams
 
+INFO_LENGTH = 4096  # tokens of the sequence whose cache `info` tells the bytes of
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 
@@ -52,12 +53,14 @@ def sequences(text: str) -> list[tuple[int, int]]:
 def build_parser() -> argparse.ArgumentParser:
     engine = argparse.ArgumentParser(add_help=False)
     engine.add_argument("--engine", required=True, help="engine folder written by python -m export build")
-    engine.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
+    engine.add_argument(
+        "--provider", choices=("cpu", "cuda"), help="where to run (default: cuda for a TensorRT plan, else cpu)"
+    )
     engine.add_argument(
         "--library",
         metavar="FILE",
         help="native GPU kernels with --provider cuda, or none (default: KVPACK_LIBRARY, else what python -m plugins "
-        "build made)",
+        "build made); for a TensorRT plan, plugins in place of its own",
     )
     engine.add_argument("--no-cuda-graphs", action="store_true", help="launch every kernel of every step anew")
     engine.add_argument("--threads", type=int, help="threads of one step (default: ONNX Runtime's choice)")
@@ -69,6 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="python -m runtime", description="Run a kvpack engine.")
     commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", parents=[engine], help="load an engine and tell what computes it, and where")
+    info.set_defaults(run=run_info, memory_limit=None)
     generate = commands.add_parser("generate", parents=[capped], help="complete one prompt, or several as a batch")
     generate.add_argument("--prompt", action="append", default=[], help="repeat for a batch")
     generate.add_argument("--prompt-file", action="append", default=[], metavar="F", help="UTF-8 file with one prompt")
@@ -189,6 +194,40 @@ def _library(args: argparse.Namespace) -> str | bool | None:
     return False if args.library == "none" else args.library
 
 
+def run_info(args: argparse.Namespace) -> None:
+    from runtime.artefact import state_bytes
+
+    with open_engine(args) as engine:
+        artefact, config = engine.artefact, engine.artefact.config
+        target, length = config["target"], min(INFO_LENGTH, engine.artefact.max_length)
+        told = {
+            "engine": str(artefact.path),
+            "model": config["model"]["name"],
+            "method": config["method"]["name"],
+            "backend": target["backend"],
+            "built_with": target.get("versions", {}),
+            "sm": target.get("sm", []),
+            "profiles": target.get("profiles", []),
+            "provider": engine.provider,
+            "kernels": engine.kernels,
+            "max_length": artefact.max_length,
+            "cache_tokens": length,
+            "cache_bytes": state_bytes(artefact, length),
+        }
+    if args.json:
+        print(json.dumps(told))
+        return
+    told |= {
+        "built_with": ", ".join(f"{name} {version}" for name, version in told["built_with"].items()),
+        "sm": ", ".join(told["sm"]),
+        "profiles": ", ".join(profile["name"] for profile in told["profiles"]),
+    }
+    for name, value in told.items():
+        if value:
+            shown = f"{value:,}" if isinstance(value, int) else value
+            print(f"{name.replace('_', ' ')}: {shown}")
+
+
 def run_generate(args: argparse.Namespace) -> None:
     from runtime.sampling import SamplingParams
 
@@ -228,7 +267,7 @@ def run_generate(args: argparse.Namespace) -> None:
         f"{summary['tokens']} tokens in {summary['seconds']:.2f} s ({summary['tokens_per_second']:.1f} tokens/s{ttft})"
     )
     cache = f"cache {_size(summary['cache_bytes'])}, an fp16 cache {_size(summary['fp16_cache_bytes'])}"
-    computed = "" if args.provider == "cpu" else f"; {summary['kernels']}"
+    computed = "" if summary["provider"] == "cpu" else f"; {summary['kernels']}"
     print(f"{speed}; {cache}{computed}", file=sys.stderr)
 
 
@@ -329,7 +368,9 @@ def _summary(engine: Engine, results: list[Completion], seconds: float, first: f
         "seconds": seconds,
         "first_token_seconds": first,
         "tokens_per_second": tokens / seconds,
+        "provider": engine.provider,
         "kernels": engine.kernels,
+        "workspace_bytes": engine.workspace,
         "cache_bytes": sum(one.cache_bytes for one in results),
         "fp16_cache_bytes": sum(fp16_bytes(engine.artefact, length) for length in stored),
     }

@@ -1,21 +1,19 @@
-"""An open engine: one ONNX Runtime session over a checked artefact, shared by any number of cache sessions."""
+"""An open engine: one backend over a checked artefact, shared by any number of cache sessions."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from plugins.contract import TensorSpec, bytes_at
+from plugins.contract import bytes_at
 from plugins.errors import UserError
-from runtime.artefact import REBUILD, Artefact
-from runtime.external import check_external_data
-from runtime.replay import Numbers
+from runtime.artefact import Artefact
+from runtime.backend import Backend, open_backend, provider_for
 
 if TYPE_CHECKING:
     from runtime.canary import Check
@@ -25,47 +23,18 @@ if TYPE_CHECKING:
     from runtime.session import Session
     from runtime.text import Text
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# By default CUDA's arena doubles, and its float32 products have ten bits.
-OPTIONS = {"cpu": {}, "cuda": {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}}
-MODEL_FILE = "model.onnx"
-ORT_TYPES = {
-    "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16", "tensor(int8)": "int8",
-    "tensor(int16)": "int16", "tensor(int32)": "int32", "tensor(int64)": "int64",
-}  # fmt: skip
-BODIES = "function bodies"  # how an engine without native kernels computes: in ONNX Runtime's own operators
-log = logging.getLogger("kvpack")
-
 
 class Engine:
     """Open with `Engine.open`; then `session()` for a cache to step, or `generate()` for whole completions.
 
     Safe to use from several threads; each session is used by one thread at a time.
-    kernels: what computes the attentions: "native kernels, CUDA graphs", or "function bodies: " and why.
-    memory: where caches are; None for the host's. graphs: the numbers of captured decode steps; None: none is captured.
     """
 
-    def __init__(
-        self,
-        artefact: Artefact,
-        inference: object,
-        provider: str,
-        memory_limit: int | None,
-        *,
-        kernels: str = BODIES,
-        memory: Memory | None = None,
-        graphs: Numbers | None = None,
-        reload: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, artefact: Artefact, backend: Backend, memory_limit: int | None = None) -> None:
         self.artefact = artefact
-        self.provider = provider
+        self.backend = backend
         self.memory_limit = memory_limit
-        self.inference = inference  # onnxruntime.InferenceSession; runs concurrently, one IOBinding per session
-        self.kernels = kernels
-        self.memory = memory
-        self.graphs = graphs
-        self.loads = 0  # how often the model was loaded anew: what was bound before is bound to nothing
-        self._reload = reload  # makes an InferenceSession that captures nothing
+        self.closed = False
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -74,7 +43,7 @@ class Engine:
         cls,
         path: str | Path,
         *,
-        provider: str = "cpu",
+        provider: str | None = None,
         threads: int | None = None,
         verify: bool = True,
         memory_limit: int | None = None,
@@ -83,30 +52,37 @@ class Engine:
     ) -> Engine:
         """Check the engine folder and load it.
 
-        provider: "cpu" or "cuda". threads: for one step (None: ONNX Runtime's choice). verify=False skips the SHA-256
-        of the files. memory_limit: cap in bytes on the caches of all open sessions. library: the native kernels to use
-        on CUDA: a file, None for the one that `plugins.native.library.find` finds, False for none. Where one was not
-        asked for and cannot be used, the engine computes without, and `kernels` says why. cuda_graphs: whether decode
-        steps may be captured, which needs native kernels. Raises UserError.
+        provider: "cpu" or "cuda" (None: cuda for a TensorRT plan, else cpu). threads: for one step (None: ONNX
+        Runtime's choice). verify=False skips the SHA-256 of the files. memory_limit: cap in bytes on the caches of all
+        open sessions. library: the native kernels to use on CUDA: a file, None for the one that
+        `plugins.native.library.find` finds, False for none. Where one was not asked for and cannot be used, the engine
+        computes without, and `kernels` says why. A TensorRT plan has its plugins with it; a file replaces them.
+        cuda_graphs: whether decode steps may be captured, which in ONNX Runtime needs native kernels. Raises UserError.
         """
-        if provider not in PROVIDERS:
-            raise UserError(f"unknown provider {provider!r}: use {' or '.join(PROVIDERS)}.")
         if threads is not None and threads < 1:
             raise UserError(f"threads is {threads}: it must be at least 1.")
         if memory_limit is not None and memory_limit < 1:
             raise UserError(f"the memory limit is {memory_limit} bytes: it must be positive, or left out.")
-        if library and provider != "cuda":
-            raise UserError(f"the native kernels of {library} run on CUDA only: use --provider cuda, or no --library.")
         artefact = Artefact.open(path, verify=verify)
-        half = {artefact.config["dtype"], artefact.config["kv_dtype"]}
-        if provider == "cpu" and "bf16" in half:
-            raise UserError(
-                f"{artefact.path} computes in bf16, which ONNX Runtime cannot do on a CPU: use --provider cuda, or "
-                "build it with --dtype fp16."
-            )
-        if provider == "cpu":
-            return cls(artefact, _load(artefact, provider, threads), provider, memory_limit)
-        return cls(artefact, memory_limit=memory_limit, **_on_cuda(artefact, threads, library, cuda_graphs))
+        provider = provider_for([artefact], provider)
+        if library and provider == "cpu":
+            raise UserError(f"the native kernels of {library} run on CUDA only: use --provider cuda, or no --library.")
+        return cls(artefact, open_backend(artefact, provider, threads, library, cuda_graphs), memory_limit)
+
+    @property
+    def provider(self) -> str:
+        """Where it runs: "cpu" or "cuda"."""
+        return self.backend.provider
+
+    @property
+    def kernels(self) -> str:
+        """What computes, for people: "native kernels, CUDA graphs", "TensorRT 11.4, plugins, CUDA graphs", ..."""
+        return self.backend.kernels
+
+    @property
+    def memory(self) -> Memory | None:
+        """Where caches are; None for the host's."""
+        return self.backend.memory
 
     def session(self, batch: int = 1, capacity: int | None = None) -> Session:
         """A new, empty cache for `batch` sequences. capacity: tokens to allocate now (None: grow with use)."""
@@ -155,12 +131,22 @@ class Engine:
         with self._lock:
             return sum(session.nbytes for session in self._sessions)
 
+    @property
+    def sequences(self) -> int | None:
+        """The most that a session may have; None: any number."""
+        return self.backend.sequences
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of device memory that a TensorRT plan computes in, so far; 0 for ONNX Runtime, which does not tell."""
+        return self.backend.workspace
+
     def reserve(self, session: Session, capacity: int) -> None:
         """Claim the bytes of `capacity` tokens for `session`, before it allocates them. Raises UserError."""
         artefact = self.artefact
-        wanted = bytes_at(artefact.states, capacity, artefact.geometry, session.batch) if capacity else 0
+        wanted = bytes_at(artefact.buffers, capacity, artefact.geometry, session.batch) if capacity else 0
         with self._lock:
-            if self.inference is None:
+            if self.closed:
                 raise UserError("this engine is closed: open it again.")
             others = sum(other.nbytes for other in self._sessions if other is not session)
             if self.memory_limit is not None and others + wanted > self.memory_limit:
@@ -171,14 +157,6 @@ class Engine:
             self._sessions.add(session)
             session.nbytes = wanted
 
-    def give_up_graphs(self, reason: str) -> None:
-        """From now on capture nothing: load the model anew, for its stream may be left in the middle of a capture."""
-        log.warning("decode steps run without CUDA graphs: %s", reason)
-        self.kernels = f"native kernels, no CUDA graphs: {reason}"
-        self.graphs = None
-        self.inference = self._reload()
-        self.loads += 1
-
     def close(self) -> None:
         """Close every session and let the model go. Closing twice is allowed."""
         with self._lock:
@@ -186,7 +164,8 @@ class Engine:
         for session in sessions:
             session.close()
         with self._lock:
-            self.inference = None
+            self.closed = True
+        self.backend.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -195,94 +174,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _on_cuda(
-    artefact: Artefact, threads: int | None, library: str | Path | bool | None, cuda_graphs: bool
-) -> dict[str, Any]:
-    """The InferenceSession on CUDA and what belongs to it, as Engine takes them."""
-    from plugins.native.library import choose
-    from runtime.device import device
-
-    kernels, reason = choose(artefact.config, library)
-
-    def load(graphs: bool = False) -> object:
-        return _load(artefact, "cuda", threads, kernels, graphs)
-
-    if kernels is None:
-        told, inference, cuda_graphs = f"{BODIES}: {reason}", load(), False
-        if library is not False:
-            log.warning("%s: %s", artefact.path, told)
-    else:
-        told, inference = "native kernels, CUDA graphs", None
-        if cuda_graphs:
-            try:
-                inference = load(graphs=True)
-            except UserError as error:  # nodes that need the host between two kernels
-                log.warning("decode steps run without CUDA graphs: %s", error)
-                cuda_graphs = False
-        if inference is None:
-            told, inference = "native kernels", load()
-    return {
-        "inference": inference, "provider": "cuda", "kernels": told, "memory": device(),
-        "graphs": Numbers() if cuda_graphs else None, "reload": load,
-    }  # fmt: skip
-
-
-def _load(
-    artefact: Artefact, provider: str, threads: int | None, library: Path | None = None, graphs: bool = False
-) -> object:
-    """The onnxruntime.InferenceSession of the artefact, checked against its tensor contract.
-
-    library: operators to register. graphs: capture runs in CUDA graphs.
-    """
-    path = artefact.path / MODEL_FILE
-    backend = artefact.config["target"].get("backend")
-    if backend != "onnxruntime" or MODEL_FILE not in artefact.config["files"]:
-        raise UserError(
-            f"{artefact.path} is an engine for {backend!r}, not for ONNX Runtime: {REBUILD} for onnxruntime."
-        )
-    try:
-        import onnxruntime as ort
-    except ImportError:
-        raise UserError(f"ONNX Runtime is not installed: pip install 'kvpack[{provider}]'.") from None
-    if PROVIDERS[provider] not in ort.get_available_providers():
-        raise UserError(f"this ONNX Runtime has no {provider} provider: pip install 'kvpack[{provider}]'.")
-    check_external_data(path, {name: entry["bytes"] for name, entry in artefact.config["files"].items()}, REBUILD)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads or 0
-    # Steps have ever new shapes: an arena would keep the largest prefill, and a pattern per shape, for ever.
-    options.enable_cpu_mem_arena = False
-    options.enable_mem_pattern = False
-    settings = OPTIONS[provider] | ({"enable_cuda_graph": "1"} if graphs else {})
-    try:
-        if library is not None:
-            options.register_custom_ops_library(str(library))
-        inference = ort.InferenceSession(path, options, providers=[(PROVIDERS[provider], settings)])
-    except Exception as error:  # onnxruntime's exceptions share no base class but this one
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"ONNX Runtime {ort.__version__} cannot load {path} ({reason}): {REBUILD}.") from error
-    if PROVIDERS[provider] not in inference.get_providers():  # a missing CUDA library makes ONNX Runtime fall back
-        raise UserError(
-            f"ONNX Runtime could not start its {provider} provider: install its libraries or use --provider cpu."
-        )
-    for declared, found in ((artefact.inputs, inference.get_inputs()), (artefact.outputs, inference.get_outputs())):
-        specs, nodes = {spec.name: spec for spec in declared}, {node.name: node for node in found}
-        if wrong := set(specs) ^ set(nodes):
-            raise UserError(f"{path} and config.json disagree about the tensor {min(wrong)!r}: {REBUILD}.")
-        for name, spec in specs.items():
-            if not _agree(spec, nodes[name]):
-                raise UserError(
-                    f"{path} has {name!r} as {nodes[name].type} {nodes[name].shape} and config.json as {spec.dtype} "
-                    f"{list(spec.shape)}: {REBUILD}."
-                )
-    return inference
-
-
-def _agree(spec: TensorSpec, node: Any) -> bool:
-    """Whether dtype, rank and fixed sizes of a graph tensor are what the contract says."""
-    if ORT_TYPES.get(node.type) != spec.dtype or len(node.shape) != len(spec.shape):
-        return False
-    fixed = [(dim, size) for dim, size in zip(spec.shape, node.shape, strict=True) if isinstance(size, int)]
-    return all(dim in (size, "vocab") for dim, size in fixed)

@@ -103,7 +103,7 @@ def stream(
     params = params or SamplingParams()
     if session.batch != 1:
         raise UserError(f"generate streams one sequence and this session has {session.batch}: use engine.generate().")
-    tokens, chat = _encode(session.engine, prompt, session)
+    tokens, chat = encode(session.engine, prompt, session)
     tokens = session.pending + tokens
     session.check([tokens])
     room = session.engine.artefact.max_length - int(session.lengths[0]) - len(tokens)
@@ -146,7 +146,7 @@ def complete(
     each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
     if len(each) != len(prompts):
         raise UserError(f"{len(each)} SamplingParams were given for {len(prompts)} prompts: give one, or one each.")
-    feeds = [_encode(engine, prompt, None)[0] for prompt in prompts]
+    feeds = [encode(engine, prompt, None)[0] for prompt in prompts]
     for number, tokens in enumerate(feeds):
         if not tokens:
             raise UserError(f"prompt {number} is empty.")
@@ -168,7 +168,7 @@ def complete(
     return results
 
 
-def _encode(engine: Engine, prompt: Prompt, session: Session | None) -> tuple[list[int], list[dict[str, str]]]:
+def encode(engine: Engine, prompt: Prompt, session: Session | None) -> tuple[list[int], list[dict[str, str]]]:
     """Tokens to append, and the conversation so far when the prompt is one of messages."""
     used = session is not None and (bool(session.lengths.any()) or bool(session.pending))
     if isinstance(prompt, str):

@@ -10,7 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kvpack", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "torch", "transformers", "onnx")
+PACKAGES = (
+    "kvpack",
+    "numpy",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx-cu13-bindings",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "onnx",
+)
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 

@@ -1,38 +1,42 @@
 """Decode steps as CUDA graphs: which steps are captured, under which number, and the fixed buffers that they read.
 
-ONNX Runtime captures the kernels of a run under the number that the run option "gpu_graph_id" names, and replays them
-whenever that number comes again: at the addresses and sizes of the captured run, so that every input has a place of its
-own and whatever has another size has another number. A captured step runs more than once before it is captured, which
-changes nothing: a step writes no row that it reads.
+A captured step is replayed at the addresses and sizes that it was captured with, so that every input has a place of its
+own and whatever has another size is another kind of step. ONNX Runtime keeps what it captured under the number that the
+run option "gpu_graph_id" names, for ever. A captured step may run more than once before it is captured, which changes
+nothing: a step writes no row that it reads.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from plugins.contract import HOST_INPUTS, ONNX_TYPES
+from plugins.contract import HOST_INPUTS
 from plugins.geometry import SELECT_STEP
 from runtime.artefact import Artefact
-from runtime.device import Memory
+from runtime.device import Block, Memory, side_by_side
 
-OPTION = "gpu_graph_id"
-NOT_CAPTURED = -1  # the number of runs that are no part of a graph
 CAPTURE_AFTER = 2  # steps of a kind that run as they are: short generations are not worth a capture
 GRAPHS = 256  # captured in all by one engine, which never forgets one
-ALIGNMENT = 256
 ON_HOST = ("live", "select_width")  # scalars that ops read before they launch anything
-# A capture fails when anything else in the process allocates or copies on the device meanwhile.
-GPU = threading.RLock()
 
-Kind = tuple[int, int]  # rows encoded per sequence, and the room for selected rows
+
+class Kind(NamedTuple):
+    """What the sizes of a decode step follow from.
+
+    encode: rows encoded per sequence. selected: the room for selected rows. live: the stored rows that it looks at.
+    side: which of the state's buffers it reads, where there are two.
+    """
+
+    encode: int
+    selected: int
+    live: int
+    side: int = 0
 
 
 class Numbers:
@@ -49,9 +53,13 @@ class Numbers:
         self.used += 1
         return self.used
 
+    def give_back(self) -> None:
+        """One graph less is there; only for a backend that asks for how many, not which."""
+        self.used -= 1
+
 
 def room(count: int, most: int) -> int:
-    """Selected rows that a captured step has room for: few sizes, so that few graphs are captured as `count` grows."""
+    """Rows that a captured step has room for: few sizes, so that few graphs are captured as `count` grows."""
     step = max(SELECT_STEP, 1 << max(count - 1, 1).bit_length() >> 3)
     return min(-(-count // step) * step, most)
 
@@ -69,84 +77,76 @@ class Recorded:
 class Replays:
     """The captured decode steps of one session, and the buffers they share.
 
-    Valid as long as the state, of `capacity` tokens, stays where it is and the engine keeps its InferenceSession.
+    Valid as long as the state, of `capacity` tokens, stays where it is and the backend keeps its model. follow: whether
+    a step costs by `live`, so that it is captured for a room of its own that grows with the lengths; otherwise steps
+    of one token read the lengths themselves.
     """
 
-    def __init__(self, artefact: Artefact, batch: int, capacity: int, memory: Memory, numbers: Numbers) -> None:
+    def __init__(
+        self, artefact: Artefact, batch: int, capacity: int, memory: Memory, numbers: Numbers, follow: bool = False
+    ) -> None:
         """Raises MemoryError."""
-        self.artefact, self.batch, self.capacity = artefact, batch, capacity
-        self.memory, self.numbers = memory, numbers
+        self.artefact, self.batch, self.capacity, self.numbers = artefact, batch, capacity, numbers
         self.uses: Counter[Kind] = Counter()
         self.recorded: dict[Kind, Recorded] = {}
         geometry = artefact.geometry
         sizes = {"batch": batch, "sequence": 1, "picks": 1, "encode": geometry.block if geometry else 0}
-        self.names = {spec.role: spec.name for spec in artefact.inputs if spec.role != "state"}
-        self.places: dict[str, tuple[int, tuple[int, ...]]] = {}  # role -> offset and largest shape
-        end = 0
-        for role in self.names:
-            if role not in ON_HOST:
-                dtype, symbols = HOST_INPUTS[role]
-                shape = tuple(sizes[symbol] for symbol in symbols)
-                self.places[role] = end, shape
-                end += -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+        roles = {spec.role for spec in artefact.inputs if spec.role != "state"}
+        self.on_host = [role for role in ON_HOST if role in roles]
+        self.follow = follow and "live" in roles
+        self.shapes = {
+            role: (np.dtype(HOST_INPUTS[role][0]), tuple(sizes[symbol] for symbol in HOST_INPUTS[role][1]))
+            for role in HOST_INPUTS
+            if role in roles and role not in ON_HOST
+        }  # the largest
+        self.places, end = side_by_side(self.shapes)
         self.logits_shape = (batch, 1, artefact.vocab_size)
-        self.host = memory.staging(end)
-        self.host_logits = memory.staging(4 * prod(self.logits_shape))
-        self.inputs = self._allocated(end)
-        self.logits = self._allocated(self.host_logits.nbytes)
+        self.inputs = Block(memory, end)
+        self.logits = Block(memory, 4 * prod(self.logits_shape))
 
-    def kind(self, feeds: Mapping[str, np.ndarray]) -> Kind:
+    def kind(self, feeds: Mapping[str, np.ndarray], side: int = 0) -> Kind:
         """What tells the sizes of a decode step."""
         encode = feeds["enc_src"].shape[1] if "enc_src" in feeds else 0
         count = int(feeds["select_len"].max()) if "select_len" in feeds else 0
-        return encode, room(count, self.artefact.geometry.encoded(self.capacity)) if count else 0
+        live = room(int(feeds["live"]), self.capacity) if self.follow else self.capacity
+        selected = 0
+        if count:
+            geometry = self.artefact.geometry
+            longest = np.array([max(self.artefact.max_length, self.capacity)])
+            width = int(geometry.selection(longest, int(longest[0]), single=True)[1])  # no step has more
+            selected = room(count, min(geometry.encoded(live), width))
+        return Kind(encode, selected, live, side)
 
-    def step(self, kind: Kind, bind: Any) -> Recorded | None:
+    def step(self, kind: Kind, bind: Callable[[Kind, int], Recorded]) -> Recorded | None:
         """The step of a kind, to run now; None: run it as it is.
 
-        bind() makes an IOBinding of the state. A step is captured once its kind was seen often enough, while there are
-        numbers left.
+        bind(kind, number) makes one that is not captured yet. A step is captured once its kind was seen often enough,
+        while there are numbers left.
         """
         found = self.recorded.get(kind)
         if found is None and self.uses[kind] >= CAPTURE_AFTER and (number := self.numbers.take()) is not None:
-            found = self.recorded[kind] = Recorded(number, bind())
-            self._bind(found, kind)
+            try:
+                found = self.recorded[kind] = bind(kind, number)
+            except BaseException:
+                self.numbers.give_back()
+                raise
         self.uses[kind] += 1
         return found
 
+    def inputs_of(self, kind: Kind) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Role -> address on the device, and shape, of what the host gives a step of this kind."""
+        shapes = {role: shape for role, (_, shape) in self.shapes.items()}
+        shapes |= {role: (self.batch, kind.encode) for role in ("enc_src", "enc_dst") if role in shapes}
+        return {role: (self.inputs.address + self.places[role], shape) for role, shape in shapes.items()}
+
+    def numbers_of(self, kind: Kind) -> dict[str, int]:
+        """Role -> number that a step of this kind is captured with."""
+        return {role: {"live": kind.live, "select_width": kind.selected}[role] for role in self.on_host}
+
     def feed(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Bring what the host gives a step to the device."""
-        for role, (offset, _) in self.places.items():
-            array = np.ascontiguousarray(feeds[role])
-            self.host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self.memory.upload(self.inputs, self.host)
+        self.inputs.upload({offset: feeds[role] for role, offset in self.places.items()})
 
     def answer(self) -> np.ndarray:
         """The logits of the step that ran, float32 [B, 1, V]."""
-        self.memory.download(self.logits, self.host_logits)
-        return self.host_logits.view(np.float32).reshape(self.logits_shape).copy()
-
-    def _bind(self, step: Recorded, kind: Kind) -> None:
-        from onnxruntime import OrtValue
-
-        encode, width = kind
-        numbers = {"live": self.capacity, "select_width": width}  # a step of one token reads its own lengths
-        for role, (offset, shape) in self.places.items():
-            if role in ("enc_src", "enc_dst"):
-                shape = (self.batch, encode)
-            dtype = ONNX_TYPES[HOST_INPUTS[role][0]]
-            step.binding.bind_input(self.names[role], self.memory.provider, 0, dtype, shape, self.inputs + offset)
-        for role in ON_HOST:
-            if role in self.names:
-                value = OrtValue.ortvalue_from_numpy(np.array(numbers[role], np.int32))
-                step.binding.bind_ortvalue_input(self.names[role], value)
-                step.keep.append(value)
-        name = next(spec.name for spec in self.artefact.outputs if spec.role == "logits")
-        place = (self.memory.provider, 0, ONNX_TYPES["float32"], self.logits_shape, self.logits)
-        step.binding.bind_output(name, *place)
-
-    def _allocated(self, nbytes: int) -> int:
-        address = self.memory.allocate(nbytes)
-        weakref.finalize(self, self.memory.free, address)
-        self.memory.zero(address, nbytes)
-        return address
+        return self.logits.download().view(np.float32).reshape(self.logits_shape).copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,9 @@ import numpy as np
 
 from plugins.contract import LIVE_STEP, capacity_for
 from plugins.errors import UserError
-from runtime.replay import GPU, NOT_CAPTURED, OPTION, Recorded, Replays
+from runtime.backend import Feeds, RunError
+from runtime.device import GPU
+from runtime.parts import joined, split
 from runtime.state import Snapshot, State
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class ContextOverflow(UserError):
 
 
 class StepFailed(UserError):
-    """ONNX Runtime failed inside a step, most often for want of memory."""
+    """The backend failed inside a step, most often for want of memory."""
 
 
 class Interrupted(StepFailed):
@@ -58,13 +60,9 @@ class Session:
         self.closed = False
         self.broken = False
         self.turn = 0  # counts generate() calls, so that an abandoned generator cannot touch a later turn
-        self._state = State(artefact.states, artefact.geometry, batch, engine.memory)
+        self._state = State(artefact.states, artefact.geometry, batch, engine.memory, artefact.copies)
         self._names = {spec.role: spec.name for spec in artefact.inputs if spec.role != "state"}
-        self._logits = next(spec.name for spec in artefact.outputs if spec.role == "logits")
-        self._binding: Any = None
-        self._loads = 0  # engine.loads when the state was bound
-        self._replays: Replays | None = None
-        self._options: Any = None  # RunOptions of the step in progress
+        self._steps = engine.backend.steps(self._state)
         self._busy = threading.Lock()
         engine.reserve(self, 0)
 
@@ -72,6 +70,14 @@ class Session:
     def capacity(self) -> int:
         """Tokens per sequence for which memory is allocated."""
         return self._state.capacity
+
+    @property
+    def most(self) -> tuple[int, int] | None:
+        """Tokens and logits per sequence that the backend takes at once, over the cache as it is; None: any number.
+
+        A step of more is split: what comes later attends to the compressed cache of what came before.
+        """
+        return self._steps.most()
 
     def prefill(self, tokens: Sequence[int] | Sequence[Sequence[int]], logits: Picks = "last") -> np.ndarray:
         """Append tokens, any number per sequence, and return logits, float32 [B, P, V].
@@ -103,6 +109,12 @@ class Session:
         """Raise what `step` would raise about these tokens, and do nothing else."""
         with self._exclusive():
             self._checked(token_lists)
+
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
+        """The tokens that `generate` would store for this prompt, pending ones first; stores nothing."""
+        from runtime.generate import encode
+
+        return self.pending + encode(self.engine, prompt, self)[0]
 
     def generate(
         self,
@@ -153,6 +165,7 @@ class Session:
             stored = int(snapshot.lengths.max())
             if snapshot.arrays:
                 capacity = max(self.capacity, capacity_for(stored, self.engine.artefact.max_length))
+                capacity = self._steps.fitting(capacity)
                 with self._moving(capacity):
                     self._state.load(snapshot.arrays, capacity, stored)
             self.lengths = snapshot.lengths.copy()
@@ -169,16 +182,17 @@ class Session:
             self.broken = False
 
     def interrupt(self) -> None:
-        """From another thread: stop the step in progress, if there is one, at the graph's next node."""
-        options = self._options
-        if options is not None:
-            options.terminate = True
+        """From another thread: stop the step in progress, if there is one, as soon as the backend can.
+
+        ONNX Runtime stops at the graph's next node, TensorRT between the parts of a long prompt.
+        """
+        self._steps.interrupt()
 
     def close(self) -> None:
         """Free the cache. Waits for a running step; closing twice is allowed."""
         with self._busy, self._alone():
             self.closed = True
-            self._binding = self._replays = None
+            self._steps.close()
             self._state.release()
             self.nbytes = 0
 
@@ -244,6 +258,7 @@ class Session:
         return tokens, new
 
     def _allocate(self, capacity: int) -> None:
+        capacity = self._steps.fitting(capacity)
         with self._moving(capacity):
             self._state.allocate(capacity, int(self.lengths.max()))
 
@@ -253,45 +268,49 @@ class Session:
         before = self.capacity
         self.engine.reserve(self, capacity)
         with self._alone():
-            self._replays = None
+            self._steps.close()
             try:
                 yield
             except BaseException:
                 self.broken |= self.capacity != before  # a device had less memory than it said
                 self.engine.reserve(self, self.capacity)
                 raise
-            self._bind_state()
+            finally:
+                if self.capacity:
+                    self._steps.moved()
 
     def _alone(self) -> Any:
         """Nothing else in the process may touch a GPU while a graph is captured."""
         return GPU if self.engine.memory is not None else nullcontext()
 
-    def _bind_state(self) -> None:
-        self._binding, self._replays, self._loads = self._bound_state(), None, self.engine.loads
-
-    def _bound_state(self) -> Any:
-        """A new IOBinding of the state."""
-        binding = self.engine.inference.io_binding()
-        self._state.bind(binding)
-        return binding
-
     def _run(self, tokens: np.ndarray, new: np.ndarray, picks: np.ndarray) -> np.ndarray:
         past = self.lengths
-        feeds = self._feeds(tokens, new, picks)
+        parts = split(tokens, new, picks, self._steps.most())
+        lengths, feeds = past, []
+        for part in parts:
+            feeds.append(self._feeds(lengths, part.tokens, part.new, part.picks))
+            lengths = lengths + part.new
         with self._alone():
-            if self._loads != self.engine.loads:
-                self._bind_state()
-            chosen: dict[int, np.ndarray] = {}
-            recorded = self._recorded(feeds)
-            logits = None if recorded is None else self._replayed(recorded, feeds)
-            if logits is None:
-                logits, chosen = self._plain_run(feeds)
-        self.lengths, self.selected = past + new, chosen
-        return logits
+            try:
+                answers = self._steps.run(feeds, self.watch_selected)
+            except RunError as error:
+                raise self._failure(error, int(new.max())) from error
+        self.lengths, self.selected = lengths, answers[-1][1]
+        return joined(parts, [logits for logits, _ in answers], picks)
 
-    def _feeds(self, tokens: np.ndarray, new: np.ndarray, picks: np.ndarray) -> dict[str, np.ndarray]:
-        """What the host gives a step, by role."""
-        artefact, past = self.engine.artefact, self.lengths
+    def _failure(self, error: RunError, new: int) -> StepFailed:
+        """What a failed run means for this session."""
+        past = int(self.lengths.max())
+        self.broken = error.begun and past > 0 and not self._state.append_only
+        mend = "restore a snapshot or reset the session" if self.broken else "the session is as before"
+        step = f"appending {new} tokens to {past}"
+        if error.interrupted:
+            return Interrupted(f"{step} was interrupted: {mend}.")
+        return StepFailed(f"{step} failed inside {self.engine.backend.name} ({error}): {mend}.")
+
+    def _feeds(self, past: np.ndarray, tokens: np.ndarray, new: np.ndarray, picks: np.ndarray) -> Feeds:
+        """What the host gives a step that appends to `past` tokens, by role."""
+        artefact = self.engine.artefact
         live = min(-(-int(past.max()) // LIVE_STEP) * LIVE_STEP, self.capacity)
         feeds = {
             "tokens": tokens,
@@ -306,83 +325,6 @@ class Session:
             single = tokens.shape[1] == 1
             feeds["select_len"], feeds["select_width"] = artefact.geometry.selection(past, live, single)
         return feeds
-
-    def _recorded(self, feeds: Mapping[str, np.ndarray]) -> Recorded | None:
-        """The captured step, or the one to capture now, that does what these feeds ask; None: there is none."""
-        engine = self.engine
-        single = feeds["tokens"].shape[1] == 1 and feeds["logit_index"].shape[1] == 1
-        if engine.graphs is None or not single or self.watch_selected:
-            return None
-        try:
-            if self._replays is None:
-                self._replays = Replays(engine.artefact, self.batch, self.capacity, engine.memory, engine.graphs)
-        except MemoryError:  # it goes without
-            return None
-        return self._replays.step(self._replays.kind(feeds), self._bound_state)
-
-    def _replayed(self, step: Recorded, feeds: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Logits of a captured step, float32 [B, 1, V]; None when it cannot be captured, which ends all capturing."""
-        from onnxruntime import RunOptions
-
-        options = RunOptions()
-        options.add_run_config_entry(OPTION, str(step.number))
-        self._replays.feed(feeds)
-        if step.captured:
-            self._attempt(step.binding, options, feeds)
-            return self._replays.answer()
-        try:
-            self.engine.inference.run_with_iobinding(step.binding, options)  # an interrupt would spoil the capture
-        except Exception as error:  # onnxruntime's exceptions share no base class but this one
-            self.engine.give_up_graphs(_reason(error))
-            self._bind_state()
-            return None
-        step.captured = True
-        return self._replays.answer()
-
-    def _plain_run(self, feeds: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Logits, float32 [B, P, V], and the rows that observing layers chose when they are watched."""
-        from onnxruntime import OrtValue, RunOptions
-
-        artefact = self.engine.artefact
-        chosen = {}
-        if self.watch_selected:
-            shape = (self.batch, int(feeds.get("select_width", 0)))
-            chosen = {layer: np.empty(shape, np.int32) for layer in artefact.selected}
-        logits = np.empty((*feeds["logit_index"].shape, artefact.vocab_size), np.float32)  # [B, P, V]
-        for role, name in self._names.items():
-            self._binding.bind_ortvalue_input(name, OrtValue.ortvalue_from_numpy(feeds[role]))
-        self._binding.bind_ortvalue_output(self._logits, OrtValue.ortvalue_from_numpy(logits))
-        for layer, rows in chosen.items():
-            self._binding.bind_ortvalue_output(artefact.selected[layer], OrtValue.ortvalue_from_numpy(rows))
-        options = RunOptions()
-        if self.engine.graphs is not None:
-            options.add_run_config_entry(OPTION, str(NOT_CAPTURED))
-        try:
-            self._attempt(self._binding, options, feeds)
-        finally:
-            if chosen:
-                self._binding = self._bound_state()  # without the outputs of this step's shape
-        return logits, chosen
-
-    def _attempt(self, binding: Any, options: Any, feeds: Mapping[str, np.ndarray]) -> None:
-        """Run the graph. Raises StepFailed."""
-        past, new = feeds["past_len"], feeds["new_len"]
-        self._options = options
-        try:
-            self.engine.inference.run_with_iobinding(binding, options)
-        except Exception as error:  # onnxruntime's exceptions share no base class but this one
-            self.broken = bool(past.any()) and not self._state.append_only
-            mend = "restore a snapshot or reset the session" if self.broken else "the session is as before"
-            step = f"appending {int(new.max())} tokens to {int(past.max())}"
-            if options.terminate:
-                raise Interrupted(f"{step} was interrupted: {mend}.") from error
-            raise StepFailed(f"{step} failed inside ONNX Runtime ({_reason(error)}): {mend}.") from error
-        finally:
-            self._options = None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _logit_index(logits: Picks, new: np.ndarray, width: int) -> np.ndarray:

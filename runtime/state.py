@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runtime.device import Memory
 
 INDEX_DTYPES = ("int16", "int32")  # of states that hold reference ordinals
+INDEX = ".index"  # how the name of such a state ends; as int8 it holds the bytes of int16
 NOISE = 65521  # numbers that `fill` repeats; prime, so that the pattern differs between rows
 CHUNK = 4096  # rows whose references `fill` draws at once
 
@@ -39,19 +40,28 @@ class Snapshot:
 class State:
     """State tensors of `batch` sequences with room for `capacity` tokens each (0: nothing is allocated yet).
 
-    memory: where they are; None for the host's.
+    memory: where they are; None for the host's. copies: 2 where a step writes to other buffers than it reads, which
+    `swap` makes the content; 1: it writes in place.
     Unused rows are zero, never uninitialised: the graph masks them, and a masked NaN would still be a NaN.
     """
 
     def __init__(
-        self, specs: Sequence[TensorSpec], geometry: Geometry | None, batch: int, memory: Memory | None = None
+        self,
+        specs: Sequence[TensorSpec],
+        geometry: Geometry | None,
+        batch: int,
+        memory: Memory | None = None,
+        copies: int = 1,
     ) -> None:
         self.specs = tuple(specs)
         self.geometry = geometry
         self.batch = batch
         self.memory = memory
+        self.copies = copies
         self.capacity = 0
+        self.side = 0  # changes with every swap
         self._tensors: dict[str, HostTensor | DeviceTensor] = {}
+        self._others: dict[str, HostTensor | DeviceTensor] = {}
 
     @property
     def code_rows(self) -> int:
@@ -67,6 +77,17 @@ class State:
         """Make every tensor the input and the output of its names in an IOBinding."""
         for tensor in self._tensors.values():
             tensor.bind(binding)
+
+    def places(self) -> Iterator[tuple[TensorSpec, tuple[int, ...], int, int]]:
+        """Of every tensor on a device its spec, its sizes, and the addresses that a step reads and writes."""
+        for name, tensor in self._tensors.items():
+            yield tensor.spec, tensor.dims, tensor.address, self._others.get(name, tensor).address
+
+    def swap(self) -> None:
+        """A step has written the other buffers: they are the content now."""
+        if self._others:
+            self._tensors, self._others = self._others, self._tensors
+            self.side ^= 1
 
     def array(self, name: str) -> np.ndarray:
         """The whole tensor: the live memory on the CPU, a copy elsewhere."""
@@ -84,6 +105,7 @@ class State:
                 fresh = {spec.name: self._tensor(spec, capacity) for spec in self.specs}
             else:
                 self._check_room(capacity)
+            self._others = {}
         except MemoryError:
             raise self._no_room(capacity) from None
         try:
@@ -92,6 +114,8 @@ class State:
                 if self.capacity:
                     tensor.take(self._tensors[spec.name], self._rows(spec, stored))
                 self._tensors[spec.name] = tensor  # frees the old one
+            if self.copies > 1:
+                self._others = {spec.name: self._tensor(spec, capacity) for spec in self.specs}
         except MemoryError:
             self.release()
             raise self._no_room(capacity) from None
@@ -114,9 +138,9 @@ class State:
         rng = np.random.default_rng(seed)
         for spec in self.specs:
             tensor = self._tensors[spec.name]
-            if spec.dtype in INDEX_DTYPES:
+            if spec.dtype in INDEX_DTYPES or spec.name.endswith(INDEX):
                 array = tensor.array()
-                self._fill_ordinals(spec, array, rng)
+                self._fill_ordinals(spec, array.view("<i2") if spec.dtype == "int8" else array, rng)
                 if self.memory is not None:  # there `array` is a copy
                     tensor.load(array, self._rows(spec, None))
             else:
@@ -132,11 +156,11 @@ class State:
         for start in range(0, len(by_row), CHUNK):
             part = by_row[start : start + CHUNK]
             last = np.arange(start, start + len(part)) // geometry.stride + geometry.sinks
-            last = np.minimum(last, np.iinfo(spec.dtype).max).reshape(-1, *(1,) * (part.ndim - 1))
-            part[...] = rng.integers(0, last, part.shape, spec.dtype, endpoint=False)
+            last = np.minimum(last, np.iinfo(array.dtype).max).reshape(-1, *(1,) * (part.ndim - 1))
+            part[...] = rng.integers(0, last, part.shape, array.dtype, endpoint=False)
 
     def release(self) -> None:
-        self._tensors = {}
+        self._tensors, self._others = {}, {}
         self.capacity = 0
 
     def _tensor(self, spec: TensorSpec, capacity: int) -> HostTensor | DeviceTensor:
@@ -149,7 +173,7 @@ class State:
         held = bytes_at(self.specs, self.capacity, self.geometry, self.batch) if self.capacity else 0
         wanted = bytes_at(self.specs, capacity, self.geometry, self.batch)
         largest = max((spec.nbytes(sizes) for spec in self.specs), default=0) if self.capacity else 0
-        if wanted - held + largest > self.memory.free_bytes():
+        if self.copies * (wanted - held) + largest > self.memory.free_bytes():
             raise MemoryError
 
     def _no_room(self, capacity: int) -> UserError:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trt_headers
 
 from plugins.errors import UserError
 from plugins.native import build, faces
@@ -37,7 +38,12 @@ needs_nvcc = pytest.mark.skipif(compiler() is None, reason='there is no nvcc: pi
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> build.BuildReport:
-    return build.compile(build.COMMON_ARCHES, tmp_path_factory.mktemp("native") / "libkvpack.so")
+    """With the plugins for TensorRT, where their headers can be had."""
+    try:
+        headers = trt_headers.find()
+    except trt_headers.Unavailable:
+        headers = None
+    return build.compile(build.COMMON_ARCHES, tmp_path_factory.mktemp("native") / "libkvpack.so", tensorrt=headers)
 
 
 def check_budgets(report: build.BuildReport) -> None:

@@ -483,7 +483,7 @@ def test_an_engine_with_the_dense_kernels_equals_its_function_bodies(tmp_path: P
         options = ort.SessionOptions()
         options.register_custom_ops_library(str(build(real_dense=True)))
         model = tmp_path / "e" / "model.onnx"
-        engine.inference = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        engine.backend.inference = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         found = logits(engine, rows, (17, 3), 4)
     true, got = log_softmax(wanted), log_softmax(found)
     assert float((np.exp(true) * (true - got)).sum(-1).max()) < 1e-5

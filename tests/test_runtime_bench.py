@@ -157,18 +157,23 @@ def test_running_into_the_data_limit_is_a_result(dense: Path) -> None:
 
 
 def test_on_a_gpu_a_ballast_leaves_just_the_memory_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = {"free": 10 << 30, "total": 16 << 30}
+    class Device:
+        free = 10 << 30
 
-    def call(name: str, first: Any, second: Any) -> None:
-        if name == "cudaMalloc":
-            device["free"] -= second.value
-            return
-        first._obj.value, second._obj.value = device["free"], device["total"]  # what ctypes.byref refers to
+        def allocate(self, nbytes: int) -> None:
+            self.free -= nbytes
 
-    monkeypatch.setattr(memory, "_call", call)
+        def free_bytes(self) -> int:
+            return self.free
+
+        def total_bytes(self) -> int:
+            return 16 << 30
+
+    device = Device()
+    monkeypatch.setattr(memory, "device", lambda: device)
     limit = memory.Limit(3 << 30, "cuda", 0)
-    assert device["free"] == 3 << 30 and limit.peak() == 0
-    device["free"] -= 1 << 30
+    assert device.free == 3 << 30 and limit.peak() == 0
+    device.free -= 1 << 30
     assert limit.peak() == 1 << 30
     with pytest.raises(UserError, match="--memory is 3.0 GiB and the device has 2.0 GiB free"):
         memory.Limit(3 << 30, "cuda", 0)

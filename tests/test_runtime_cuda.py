@@ -18,11 +18,12 @@ import tiny_artefact as tiny
 from plugins.contract import TensorSpec, state_sizes
 from plugins.errors import UserError
 from plugins.geometry import Geometry
-from runtime import engine as engines
+from runtime import onnxruntime as backends
 from runtime.artefact import Artefact, write_config
 from runtime.device import Device
 from runtime.engine import Engine
-from runtime.replay import CAPTURE_AFTER, NOT_CAPTURED, OPTION, Numbers, room
+from runtime.onnxruntime import NOT_CAPTURED, OPTION, OnnxRuntime
+from runtime.replay import CAPTURE_AFTER, Numbers, room
 from runtime.session import StepFailed
 from runtime.state import State
 
@@ -109,18 +110,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Engine]:
     with Engine.open(folder, threads=1) as opened:
-        reload = opened.inference
-        graphs = Graphs(opened.inference)
-        with Engine(
+        reload = opened.backend.inference
+        graphs = Graphs(opened.backend.inference)
+        backend = OnnxRuntime(
             opened.artefact,
             graphs,
             "cuda",
-            None,
             kernels="native kernels, CUDA graphs",
             memory=FakeMemory(),
             graphs=Numbers(),
             reload=lambda: reload,
-        ) as faked:
+        )
+        with Engine(opened.artefact, backend) as faked:
             yield faked
 
 
@@ -139,12 +140,12 @@ def test_captured_steps_give_the_logits_of_the_reference_across_blocks_and_growt
     with engine.session() as session:
         session.prefill(tokens[:20])
         decode_all(session, tokens, 20)
-    numbers = engine.inference.numbers
+    numbers = engine.backend.inference.numbers
     assert numbers[: 1 + CAPTURE_AFTER] == [NOT_CAPTURED] * (1 + CAPTURE_AFTER)  # the prompt, and the first steps
     kinds = 1 if engine.artefact.geometry is None else 2  # with nothing to encode and with a block
-    assert len(engine.inference.captured) >= 2 * kinds  # before the cache grew and after
+    assert len(engine.backend.inference.captured) >= 2 * kinds  # before the cache grew and after
     assert sum(number == NOT_CAPTURED for number in numbers) <= 1 + 2 * CAPTURE_AFTER * (len(set(numbers)) - 1)
-    assert engine.graphs.used == len(engine.inference.captured)
+    assert engine.backend.graphs.used == len(engine.backend.inference.captured)
 
 
 def test_sequences_of_a_batch_share_a_captured_step_at_their_own_lengths(engine: Engine) -> None:
@@ -156,33 +157,33 @@ def test_sequences_of_a_batch_share_a_captured_step_at_their_own_lengths(engine:
             got = session.decode([row[start + step] for row, start in zip(rows, starts, strict=True)])
             for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
                 np.testing.assert_array_equal(got[b], tiny.reference(row[: start + step + 1])[-1])
-    assert engine.inference.captured
+    assert engine.backend.inference.captured
 
 
 def test_a_capture_that_fails_ends_all_captures_and_loses_nothing(engine: Engine, caplog) -> None:
     tokens = prompt(60)
-    engine.inference.refuses = True
-    broken = engine.inference
+    engine.backend.inference.refuses = True
+    broken = engine.backend.inference
     with engine.session() as session, engine.session() as other, caplog.at_level(logging.WARNING, "kvpack"):
         other.prefill(tokens[:30])
         session.prefill(tokens[:20])
-        broken_from = engine.loads
+        broken_from = engine.backend.loads
         # the fake's replacement takes no run options of captures: it is the plain session
         decode_all(session, tokens, 20)
-        assert engine.inference is not broken and engine.loads == broken_from + 1
+        assert engine.backend.inference is not broken and engine.backend.loads == broken_from + 1
         decode_all(other, tokens, 30)
-    assert engine.graphs is None and "not permitted when stream is capturing" in engine.kernels
+    assert engine.backend.graphs is None and "not permitted when stream is capturing" in engine.kernels
     assert "without CUDA graphs" in caplog.text
 
 
 def test_an_engine_runs_out_of_graph_numbers_and_goes_on(engine: Engine) -> None:
-    engine.graphs.limit = 1
+    engine.backend.graphs.limit = 1
     tokens = prompt(80)
     with engine.session() as session, engine.session() as other:
         for each in (session, other):
             each.prefill(tokens[:20])
             decode_all(each, tokens, 20)
-    assert len(engine.inference.captured) == 1 and engine.graphs.used == 1
+    assert len(engine.backend.inference.captured) == 1 and engine.backend.graphs.used == 1
 
 
 def test_a_failed_replay_is_a_failed_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_a_failed_replay_is_a_failed_step(engine: Engine, monkeypatch: pytest.Mo
             raise RuntimeError("an illegal memory access was encountered")
 
         with monkeypatch.context() as patch, pytest.raises(StepFailed, match="illegal memory access"):
-            patch.setattr(engine.inference, "run_with_iobinding", fails)
+            patch.setattr(engine.backend.inference, "run_with_iobinding", fails)
             session.decode([1])
         session.restore(before)
         decode_all(session, tokens, 25)
@@ -318,7 +319,7 @@ DRIVER = """
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-static int current, pinned;
+static int current, pinned, streams, capturing, graphs, launched;
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGet(int *device, int number) { return *device = number + 7, 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)(0xabcd00000000 + device), 0; }
@@ -333,12 +334,29 @@ int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t n) { return mems
 int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t n) { return memcpy((void *)to, from, n), 0; }
 int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { return memcpy(to, (void *)from, n), 0; }
 int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t n) { return memcpy((void *)to, (void *)from, n), 0; }
-int cuStreamSynchronize(void *stream) { return stream != 0; }
+int cuStreamSynchronize(void *stream) { return stream != 0 && (stream != (void *)64 || capturing); }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  return *value = attribute == 75 ? 12 : attribute == 76 ? 1 : -1, device != 7;
+}
+int cuStreamCreate(void **stream, unsigned flags) { return ++streams, *stream = (void *)64, flags != 1; }
+int cuStreamDestroy_v2(void *stream) { return --streams, stream != (void *)64; }
+int cuStreamBeginCapture_v2(void *stream, int mode) { return capturing = 1, stream != (void *)64 || mode != 1; }
+int cuStreamEndCapture(void *stream, void **graph) {
+  if (!capturing) return 901;
+  return capturing = 0, ++graphs, *graph = (void *)65, stream != (void *)64;
+}
+int cuGraphInstantiateWithFlags(void **launchable, void *graph, unsigned long long flags) {
+  return ++graphs, *launchable = (void *)66, graph != (void *)65 || flags;
+}
+int cuGraphDestroy(void *graph) { return --graphs, graph != (void *)65; }
+int cuGraphExecDestroy(void *graph) { return --graphs, graph != (void *)66; }
+int cuGraphLaunch(void *graph, void *stream) { return ++launched, graph != (void *)66 || stream != (void *)64; }
 int cuMemHostAlloc(void **address, size_t n, unsigned flags) { return ++pinned, *address = malloc(n), flags != 1; }
 int cuMemFreeHost(void *address) { return --pinned, free(address), 0; }
 int cuMemGetInfo_v2(size_t *free, size_t *total) { return *free = (size_t)5 << 32, *total = (size_t)9 << 32, 0; }
 int cuGetErrorString(int error, const char **text) { return *text = "no such luck", 0; }
 int held(void) { return pinned; }
+int count(int what) { return what == 0 ? streams : what == 1 ? graphs : launched; }
 """
 
 
@@ -379,6 +397,27 @@ def test_a_state_lives_in_what_the_driver_allocates(driver: Path, monkeypatch: p
     assert held() == 0
 
 
+def test_streams_and_captures_are_the_drivers(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.device.LIBRARY", str(driver))
+    device, count = Device(), ctypes.CDLL(str(driver)).count
+    assert device.capability() == "12.1" and device.total_bytes() == 9 << 32
+    stream = device.stream()
+    device.wait(stream)
+    graph = device.capture(stream, lambda: None)
+    device.launch(graph, stream)
+    assert (count(0), count(1), count(2)) == (1, 1, 1)
+
+    def fails() -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        device.capture(stream, fails)
+    device.wait(stream)  # no capture is left
+    device.free_graph(graph)
+    device.close_stream(stream)
+    assert (count(0), count(1)) == (0, 0)
+
+
 def test_what_the_driver_refuses_is_one_sentence(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.device.LIBRARY", str(driver))
     memory = Device()
@@ -416,12 +455,12 @@ def test_a_library_without_cuda_is_refused(folder: Path) -> None:
 
 
 class Loads:
-    """Stands in for `runtime.engine._load`: notes what was asked for, and fails where it is told to."""
+    """Stands in for `runtime.onnxruntime._load`: notes what was asked for, and fails where it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chosen: tuple[Path | None, str], fails: bool = False) -> None:
         self.asked: list[tuple[Path | None, bool]] = []
         self.fails = fails
-        monkeypatch.setattr(engines, "_load", self)
+        monkeypatch.setattr(backends, "_load", self)
         monkeypatch.setattr("plugins.native.library.choose", lambda config, library: chosen)
         monkeypatch.setattr("runtime.device.device", FakeMemory)
 
@@ -435,10 +474,10 @@ class Loads:
 def test_an_engine_on_cuda_takes_native_kernels_and_captures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = Loads(monkeypatch, (Path("k.so"), ""))
     with Engine.open(folder, provider="cuda") as engine:
-        assert engine.kernels == "native kernels, CUDA graphs" and engine.graphs is not None
+        assert engine.kernels == "native kernels, CUDA graphs" and engine.backend.graphs is not None
         assert loads.asked == [(Path("k.so"), True)]
     with Engine.open(folder, provider="cuda", cuda_graphs=False) as engine:
-        assert engine.kernels == "native kernels" and engine.graphs is None
+        assert engine.kernels == "native kernels" and engine.backend.graphs is None
         assert loads.asked[1:] == [(Path("k.so"), False)]
 
 
@@ -447,7 +486,7 @@ def test_without_a_library_the_function_bodies_run_and_the_engine_says_why(
 ) -> None:
     loads = Loads(monkeypatch, (None, "no native library was built"))
     with Engine.open(folder, provider="cuda") as engine:
-        assert engine.kernels == "function bodies: no native library was built" and engine.graphs is None
+        assert engine.kernels == "function bodies: no native library was built" and engine.backend.graphs is None
     assert loads.asked == [(None, False)] and "no native library was built" in caplog.text
     caplog.clear()
     with Engine.open(folder, provider="cuda", library=False):
@@ -459,7 +498,7 @@ def test_a_model_that_cannot_be_captured_is_loaded_without(
 ) -> None:
     loads = Loads(monkeypatch, (Path("k.so"), ""), fails=True)
     with Engine.open(folder, provider="cuda") as engine:
-        assert engine.kernels == "native kernels" and engine.graphs is None
+        assert engine.kernels == "native kernels" and engine.backend.graphs is None
     assert [graphs for _, graphs in loads.asked] == [True, False] and "not all nodes are on CUDA" in caplog.text
 
 

@@ -133,6 +133,18 @@ def test_generating_again_continues_after_everything_shown(engine: Engine) -> No
     assert second == greedy([*prompt, *first, *engine.text.encode(" more")], 9)
 
 
+def test_encode_tells_what_generate_would_store(engine: Engine) -> None:
+    turns = ([{"role": "user", "content": "Hi"}], [{"role": "user", "content": "Why?"}])
+    for prompts in (("once", " more"), turns):
+        with engine.session() as session:
+            for prompt in prompts:
+                before, tokens = int(session.lengths[0]), session.encode(prompt)
+                assert session.lengths[0] == before  # it stores nothing
+                list(session.generate(prompt, SamplingParams(max_tokens=3)))
+                assert session.lengths[0] == before + len(tokens) + 3 - 1
+            assert session.encode(prompts[-1])[: len(session.pending)] == session.pending != []
+
+
 def test_turns_of_a_chat_equal_one_rendering_of_the_whole_conversation(engine: Engine) -> None:
     params = SamplingParams(max_tokens=7)
     messages = [{"role": "user", "content": "Hi"}]

@@ -266,7 +266,7 @@ def test_a_failed_step_breaks_only_a_cache_that_it_may_have_overwritten(
 
         failure = pytest.raises(StepFailed, match=r"appending 1 tokens to 30 failed .*\(bad allocation\)")
         with monkeypatch.context() as patch, failure:
-            patch.setattr(engine, "inference", Failing())
+            patch.setattr(engine.backend, "inference", Failing())
             session.decode([1])
         assert session.lengths.tolist() == [30]
         if engine.artefact.geometry is None:
@@ -283,7 +283,7 @@ def test_an_interrupted_first_prefill_leaves_an_empty_usable_session(
 ) -> None:
     with engine.session(capacity=256) as session:
         session.interrupt()  # nothing runs: nothing happens
-        working = engine.inference
+        working = engine.backend.inference
 
         class Interrupting:
             def run_with_iobinding(self, binding: object, options: object) -> None:
@@ -291,7 +291,7 @@ def test_an_interrupted_first_prefill_leaves_an_empty_usable_session(
                 working.run_with_iobinding(binding, options)
 
         with monkeypatch.context() as patch, pytest.raises(Interrupted, match="was interrupted"):
-            patch.setattr(engine, "inference", Interrupting())
+            patch.setattr(engine.backend, "inference", Interrupting())
             session.prefill(prompt(50))
         np.testing.assert_array_equal(session.prefill(prompt(40), "all")[0], tiny.reference(prompt(40)))
 

@@ -14,8 +14,9 @@ import fake_tensorrt
 import numpy as np
 import pytest
 from families import save_tiny
+from native import emulated
 from test_export_cli import refusal
-from test_native_tensorrt import compiled
+from trt_plugins import compiled
 
 from export.cli import main
 from export.inspect import describe
@@ -62,9 +63,15 @@ def cache(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(scope="session")
-def library() -> Path:
-    """A native library with TensorRT's plugins; its kernels are for the emulator."""
-    return compiled()
+def kernels() -> Path:
+    """A native library without TensorRT's plugins, for the emulator."""
+    return emulated().path
+
+
+@pytest.fixture(scope="session")
+def library(kernels: Path) -> Path:
+    """One with them."""
+    return compiled(kernels)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +215,7 @@ def test_a_build_that_fails_says_what_tensorrt_said(tensorrt: Any, graph: Path, 
 @pytest.mark.parametrize("limit", [120, 700, 9000])
 def test_profiles_hold_every_step_that_a_session_makes(limit: int) -> None:
     geometry = Geometry(sinks=2, window=16, block=16, stride=3, select_fraction=0.3)
-    decode, prefill = PlanOptions(batch=2, prefill_tokens=(24,)).profiles(limit)
+    decode, prefill = PlanOptions(batch=2, prefill_tokens=(24,)).profiles("tensorrt", limit)
     rng, seen = np.random.default_rng(0), set()
     for past in {0, 1, 17, 34, limit - 24, *map(int, rng.integers(0, limit - 24, 40))}:
         for profile, new in ((decode, 1), (prefill, 2), (prefill, 24)):
@@ -226,8 +233,12 @@ def test_profiles_hold_every_step_that_a_session_makes(limit: int) -> None:
 
 def test_a_profile_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(UserError, match="--prefill-tokens 512 is longer than --max-length 300"):
-        PlanOptions(prefill_tokens=(64, 512)).profiles(300)
-    assert [profile.tokens for profile in PlanOptions().profiles(300)] == [(1, 1, 1), (2, 300, 300)]
+        PlanOptions(prefill_tokens=(64, 512)).profiles("tensorrt", 300)
+    for backend, limit, most in (("tensorrt", 300, [1, 300]), ("tensorrt-rtx", 9000, [1, 512])):
+        assert [profile.tokens[2] for profile in PlanOptions().profiles(backend, limit)] == most
+    assert [profile.tokens for profile in PlanOptions().profiles("tensorrt", 9000)] == [
+        (1, 1, 1), (2, 512, 512), (2, 8192, 8192),
+    ]  # fmt: skip
     assert Profile("decode", (1, 1, 1), (1, 1, 8)).to_json() == {
         "name": "decode", "tokens": [1, 1, 1], "batch": [1, 1, 8],
     }  # fmt: skip
@@ -304,7 +315,7 @@ def test_what_a_backend_cannot_do_is_refused_before_anything_is_made(
 def test_a_missing_or_unfit_plugin_library_is_refused(
     tensorrt: Any,
     model: Path,
-    library: Path,
+    kernels: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -312,7 +323,6 @@ def test_a_missing_or_unfit_plugin_library_is_refused(
     monkeypatch.delenv("KVPACK_LIBRARY", raising=False)
     build = ["build", "--model", model, "--method", "none", "--backend", "tensorrt", "--out", tmp_path / "engine"]
     assert "run `python -m plugins build`" in refusal(capsys, *build)
-    (kernels,) = library.parent.glob(f"libkvpack-*{library.stem[-8:]}.so")
     said = refusal(capsys, *build, "--library", kernels)
     assert "without TensorRT's headers: run `python -m plugins build --tensorrt-include`" in said
 

@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 import pytest
 from engines import follow, make_engine
-from test_native_tensorrt import compiled
+from native import emulated
+from trt_plugins import compiled
 
 from export.inspect import describe
 from export.show import show_description
@@ -205,7 +206,7 @@ def test_the_real_parser_makes_the_real_plugins_of_a_graph_for_tensorrt(tmp_path
     for op in OPS[method]:
         alone = folder / "alone.onnx"
         onnx.save(one_node(graph, op), alone)
-        told = parse(alone, compiled())
+        told = parse(alone, compiled(emulated().path))
         assert f"Searching for plugin: {op}, plugin_version: 1, plugin_namespace: {DOMAIN}" in told
         assert f"Successfully created plugin: {op}" in told, told[-600:]
 

@@ -197,14 +197,15 @@ SHOWN int64_t trt_workspace(IPluginV3 *plugin, const Given *in, int32_t inputs, 
 SHOWN IPluginV3 *trt_attach(IPluginV3 *plugin) { return runtime(plugin)->attachToContext(nullptr); }
 
 SHOWN int32_t trt_enqueue(IPluginV3 *plugin, const Given *in, int32_t inputs, const Given *out, int32_t outputs,
-                          void *workspace) {
+                          void *workspace, void *stream) {
   const auto from = descs_of(in, inputs), to = descs_of(out, outputs);
   if (int32_t code = runtime(plugin)->onShapeChange(from.data(), inputs, to.data(), outputs)) return code;
   std::vector<const void *> data;
   std::vector<void *> results;
   for (int32_t n = 0; n < inputs; ++n) data.push_back(in[n].data);
   for (int32_t n = 0; n < outputs; ++n) results.push_back(out[n].data);
-  return runtime(plugin)->enqueue(from.data(), to.data(), data.data(), results.data(), workspace, nullptr);
+  return runtime(plugin)->enqueue(from.data(), to.data(), data.data(), results.data(), workspace,
+                                    static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"
@@ -298,7 +299,7 @@ void ask(IPluginV3 *plugin, IPluginCreatorV3One *creator) {
   trt_describe(plugin, in, inputs, numbers, count, out, aliases);
   for (int32_t at = 0; at < inputs + outputs; ++at) trt_supports(plugin, at, roll(2), in, inputs, out, outputs);
   trt_workspace(plugin, in, inputs, out, outputs);
-  if (trt_enqueue(plugin, in, 0, out, outputs, nullptr) == 0) abort();
+  if (trt_enqueue(plugin, in, 0, out, outputs, nullptr, nullptr) == 0) abort();
   IPluginV3 *again = trt_restored(plugin, creator), *context = trt_attach(plugin);
   if (!again || !context) abort();  // what was taken once is taken again
   delete again;

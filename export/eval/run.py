@@ -37,7 +37,7 @@ def evaluate(
     texts: Sequence[str | Path] = (),
     seed: int = 0,
     out: str | Path = "evaluation",
-    provider: str = "cpu",
+    provider: str | None = None,
     threads: int | None = None,
     progress: bool = True,
     command: str = "",
@@ -231,7 +231,7 @@ def _run_engines(
     done: dict[str, Any],
     file: TextIO,
     bar: Any,
-    provider: str,
+    provider: str | None,
     threads: int | None,
 ) -> None:
     """Engines outside: one is open at a time."""

@@ -48,7 +48,7 @@ class KVPackLM(TemplateLM):
     def __init__(
         self,
         engine: str,
-        provider: str = "cpu",
+        provider: str | None = None,
         threads: int | None = None,
         batch_size: int | str = 1,
         max_length: int | None = None,
@@ -63,9 +63,10 @@ class KVPackLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdigit() or max_batch_size is not None:
             raise UserError(f"batch_size is {batch_size!r}: give a number; kvpack does not search for one.")
-        if device is not None and not device.startswith(provider):
-            log.info("kvpack runs on the %s provider, not on %s: see --model_args provider=...", provider, device)
         self.engine = Engine.open(str(engine), provider=provider, threads=threads)
+        runs_on = self.engine.provider
+        if device is not None and not device.startswith(runs_on):
+            log.info("kvpack runs on the %s provider, not on %s: see --model_args provider=...", runs_on, device)
         self.text = self.engine.text
         self.scorer = Scorer(self.engine, int(batch_size), max_length, read, tail, chunk)
         self.max_gen_toks = max_gen_toks

@@ -19,7 +19,6 @@ from plugins.native import library as native
 from .packages import PACKAGES
 
 Range = tuple[int, int, int]  # smallest, usual, largest
-PREFILL_TOKENS = 512
 USUAL = 4096  # tokens that a plan is tuned for, where its limit allows
 
 
@@ -111,12 +110,13 @@ class PlanOptions:
         wanted = {"VERSION_COMPATIBLE": self.version_compatible, "STRIP_PLAN": self.strip_weights}
         return [name for name, on in wanted.items() if on]
 
-    def profiles(self, limit: int) -> list[Profile]:
+    def profiles(self, backend: str, limit: int) -> list[Profile]:
         """Decoding first. limit: tokens of the longest sequence. Raises UserError."""
         if limit < 2:
             raise UserError(f"--max-length {limit} leaves no prompt to build a profile for: it must be at least 2")
         batch = (1, 1, self.batch)
-        lengths = sorted(set(self.prefill_tokens or (min(PREFILL_TOKENS, limit),)))
+        usual = {min(tokens, limit) for tokens in PACKAGES[backend].prefill_tokens}
+        lengths = sorted(set(self.prefill_tokens) or usual)
         if lengths[-1] > limit:
             raise UserError(f"--prefill-tokens {lengths[-1]} is longer than --max-length {limit}: give less")
         found = [Profile("decode", (1, 1, 1), batch)]

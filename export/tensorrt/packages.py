@@ -15,7 +15,8 @@ class Package:
     """A backend's package.
 
     modules: where it may be imported from. extra: of this distribution, which installs it. least, below: its versions.
-    plugins: whether it takes plugins; without, a graph is of standard operators alone.
+    plugins: whether it takes plugins; without, a graph is of standard operators alone. prefill_tokens: of its plans'
+    prefill profiles, unless others are asked for: operators keep the scores of all new tokens at once, plugins do not.
     """
 
     backend: str
@@ -24,6 +25,7 @@ class Package:
     least: tuple[int, ...]
     below: tuple[int, ...]
     plugins: bool
+    prefill_tokens: tuple[int, ...]
 
     def load(self) -> ModuleType:
         """Raises UserError when it is missing or of another version."""
@@ -53,8 +55,8 @@ class Package:
 
 
 PACKAGES = {
-    "tensorrt": Package("tensorrt", ("tensorrt",), "tensorrt", (10, 14), (12,), plugins=True),
+    "tensorrt": Package("tensorrt", ("tensorrt",), "tensorrt", (10, 14), (12,), True, (512, 8192)),
     "tensorrt-rtx": Package(
-        "tensorrt-rtx", ("tensorrt_rtx", "tensorrt_rtx_bindings"), "tensorrt-rtx", (1, 7), (2,), plugins=False
+        "tensorrt-rtx", ("tensorrt_rtx", "tensorrt_rtx_bindings"), "tensorrt-rtx", (1, 7), (2,), False, (512,)
     ),
 }

@@ -40,7 +40,7 @@ def make(folder: Path, config: dict[str, Any], backend: str, options: PlanOption
     library = check_plugins(config, backend, options)
     if library is not None:
         shutil.copyfile(library, folder / PLUGINS)
-    profiles = [profile.to_json() for profile in options.profiles(limit)]
+    profiles = [profile.to_json() for profile in options.profiles(backend, limit)]
     sm = options.capabilities(backend)
     write_graph(folder / MODEL, folder / GRAPH, package.plugins)
     request = {

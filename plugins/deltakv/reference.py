@@ -16,9 +16,10 @@ from .config import STEPS, DeltaKVConfig
 
 CHUNK = 1 << 24  # distances formed at once when references are looked for
 # By how much two float32 implementations may disagree: a stored scale or unquantised latent, relatively (a rounding to
-# fp16 included); any latent, against the token's f(x), which is all that is left where x is the mean of its references,
-# as the values of a repeated token in a first layer are; a latent in steps of its quantiser.
-LOOSE, NOISE, MARGIN = 1e-3, 1e-5, 1e-3
+# the dtype it is stored in included); any latent, against the token's f(x), which is all that is left where x is the
+# mean of its references, as the values of a repeated token in a first layer are; a latent in steps of its quantiser.
+LOOSE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 2.0**-7}
+NOISE, MARGIN = 1e-5, 1e-3
 
 
 @dataclass
@@ -322,7 +323,7 @@ class LayerCache:
         compared. A latent is a flipped tie where noise, or MARGIN steps, could bring it over a boundary, or its scale
         was rounded the other way. Raises ValueError when the rows differ in number.
         """
-        own = self.stored
+        own, loose = self.stored, LOOSE[self.state_dtype]
         for name in ("codes", "scales", "index"):
             shapes = [list(getattr(rows, name).shape) for rows in (own, given)]
             if shapes[0] != shapes[1]:
@@ -332,7 +333,7 @@ class LayerCache:
         same = ~other[..., None]
         flips = int((other & tied).sum())
         wrong = int((other & ~tied).sum())
-        wrong += int((same & ((own.scales - given.scales).abs() > LOOSE * own.scales + self.noise)).sum())
+        wrong += int((same & ((own.scales - given.scales).abs() > loose * own.scales + self.noise)).sum())
         if self.codec.config.scales:
             rounded = self.codec.spread((own.scales != given.scales).float()).bool()  # the scale, the other way
             differs, near = own.codes != given.codes, (self.margins < MARGIN) | rounded
@@ -340,7 +341,7 @@ class LayerCache:
             flips += int((same & differs & near).sum())
         else:
             size = own.codes.square().mean(-1, keepdim=True).sqrt() + own.codes.abs()
-            wrong += int((same & ((own.codes - given.codes).abs() > LOOSE * size + self.noise)).sum())
+            wrong += int((same & ((own.codes - given.codes).abs() > loose * size + self.noise)).sum())
         return own.codes.numel() + own.scales.numel() + other.numel(), wrong, flips
 
 

@@ -256,7 +256,7 @@ def _link(nvcc: Path, objects: Sequence[Path], out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".kvpack-") as folder:
             made = Path(folder) / out.name
-            hidden = ["-Xlinker", "--exclude-libs,ALL", "-Xlinker", "--no-undefined"]
+            hidden = ["-Xlinker", f"--version-script={ROOT / 'exports.map'}", "-Xlinker", "--no-undefined"]
             _run([nvcc, "-shared", "-cudart", "static", *hidden, *objects, "-o", made], "the library does not link")
             made.replace(out)
     except OSError as error:

@@ -11,6 +11,7 @@ import numpy as np
 
 from plugins.errors import UserError
 from runtime.artefact import Artefact
+from runtime.backend import provider_for
 from runtime.bench import static_cache
 from runtime.bench.memory import held_bytes, peak_bytes
 from runtime.bench.process import OutOfMemory, asked, engine_of, measure, progress, ran_out
@@ -33,7 +34,7 @@ def latency(
     decode: Sequence[tuple[int, int]] = (),
     prefill: Sequence[int] = (),
     repeats: int = 3,
-    provider: str = "cpu",
+    provider: str | None = None,
     threads: int | None = None,
     library: str | bool | None = None,
     cuda_graphs: bool = True,
@@ -54,11 +55,12 @@ def latency(
       the same for each (sequences, tokens) of `decode`, whose times are None where that does not fit in memory.
     Times are medians over the repeats (and steps), ITL is of all gaps together. Ratios are to the first engine, more
     than 1 is slower. "peak_resident_bytes" is the most memory (on CUDA, of the device) that a visit's process held up
-    to the end of the generation, loading included. library, cuda_graphs: as for `Engine.open`. transformers: a Hugging
-    Face folder, whose decode steps with a static cache are measured beside, in the first engine's dtype
-    (`runtime.bench.static_cache`). Raises UserError.
+    to the end of the generation, loading included. provider, library, cuda_graphs: as for `Engine.open`, but that all
+    engines run where one of them must. transformers: a Hugging Face folder, whose decode steps with a static cache are
+    measured beside, in the first engine's dtype (`runtime.bench.static_cache`). Raises UserError.
     """
     artefacts = opened(engines)
+    provider = provider_for(artefacts, provider)
     prefill = tuple(prefill) or (input_len,)
     settings = {
         "input_len": input_len, "output_len": output_len, "batch": batch, "past": list(past), "prefill": list(prefill),

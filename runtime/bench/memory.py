@@ -9,9 +9,8 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from plugins.errors import UserError
+from runtime.device import device
 
 GIB = 1 << 30
 
@@ -41,8 +40,7 @@ def held_bytes(provider: str) -> int:
     """Resident memory, or on CUDA the device memory in use by anyone, which is never given back to the device."""
     if provider != "cuda":
         return resident_bytes()
-    free, total = _device_memory()
-    return total - free
+    return device().total_bytes() - device_free()
 
 
 def give_back() -> None:
@@ -79,28 +77,8 @@ class Limit:
             raise UserError(
                 f"--memory is {self.memory / GIB:.1f} GiB and the device has {free / GIB:.1f} GiB free: lower it."
             )
-        ballast = ctypes.c_void_p()  # never freed: it goes with the process
-        _call("cudaMalloc", ctypes.byref(ballast), ctypes.c_size_t(free - self.memory))
+        device().allocate(free - self.memory)  # a ballast that goes with the process
 
 
 def device_free() -> int:
-    return _device_memory()[0]
-
-
-def _device_memory() -> tuple[int, int]:
-    """Free and total bytes of the current CUDA device."""
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    _call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
-    return free.value, total.value
-
-
-def _call(name: str, *arguments: object) -> None:
-    """Call a function of the CUDA runtime library that ONNX Runtime loads."""
-    from onnxruntime import OrtValue
-
-    OrtValue.ortvalue_from_numpy(np.zeros(1, np.float32), "cuda", 0)  # loads the library and makes the context
-    names = re.findall(r"\S*/libcudart\S*", Path("/proc/self/maps").read_text())
-    if not names:
-        raise UserError("ONNX Runtime has loaded no libcudart, so device memory cannot be read: use --provider cpu.")
-    if status := getattr(ctypes.CDLL(names[0]), name)(*arguments):
-        raise UserError(f"{name} failed with status {status}: use --provider cpu.")
+    return device().free_bytes()

@@ -11,6 +11,7 @@ import numpy as np
 
 from plugins.errors import UserError
 from runtime.artefact import Artefact, state_bytes
+from runtime.backend import TENSORRT, provider_for
 from runtime.bench.memory import GIB, Limit, give_back, held_bytes, untouched_bytes
 from runtime.bench.process import TIDY, OutOfMemory, asked, engine_of, measure, progress
 from runtime.bench.report import document, entries, opened
@@ -29,7 +30,7 @@ def oom_length(
     *,
     memory: int,
     prefill: bool = False,
-    provider: str = "cpu",
+    provider: str | None = None,
     threads: int | None = None,
     library: str | bool | None = None,
     cuda_graphs: bool = True,
@@ -44,7 +45,8 @@ def oom_length(
     by RLIMIT_DATA, which also counts what is mapped and never touched, so that much is added; on CUDA the device, by a
     ballast), opens the engine, fills a session with synthetic content and runs one decode step, so that it ends with
     that many tokens. Running out of memory, a failed step and a kill are results. The engine's own limit of length is
-    lifted for this, and glibc is told to give freed memory back ("allocator"). Lengths are multiples of "step" tokens.
+    lifted for this but for TensorRT plans, and glibc is told to give freed memory back ("allocator"). Lengths are
+    multiples of "step" tokens.
     Per engine:
     * "found": the longest that fits (0: not even one step). "trials": each one tried, and why it did not fit.
     * "base_bytes": what a process holds after one decode step at 256 tokens, without that session's cache. "bound":
@@ -60,6 +62,7 @@ def oom_length(
         raise UserError("there is no engine to measure: pass --engine.")
     if memory < 1:
         raise UserError(f"--memory is {memory} bytes: it must be positive.")
+    provider = provider_for(artefacts, provider)
     if provider == "cpu" and (free := available_bytes()) < memory:
         raise UserError(
             f"--memory is {memory / GIB:.1f} GiB and this machine has {free / GIB:.1f} GiB available: lower it."
@@ -111,7 +114,7 @@ def _search(
 
     found, prompt = 0, 0 if job["prefill"] else None
     if bound:
-        found = longest(lambda tokens: spare(tokens, "context"), bound - step, step, LONGEST)
+        found = longest(lambda tokens: spare(tokens, "context"), bound - step, step, reach(artefact))
     else:
         trials.append({"tokens": STEP, "fits": False, "why": f"without a cache the process holds {base_bytes:,} bytes"})
     if bound and job["prefill"]:
@@ -126,9 +129,14 @@ def _search(
     }  # fmt: skip
 
 
+def reach(artefact: Artefact) -> int:
+    """Tokens that no search goes beyond: the profiles of a plan end at the engine's own limit."""
+    return artefact.max_length if artefact.config["target"].get("backend") in TENSORRT else LONGEST
+
+
 def longest_planned(artefact: Artefact, room: int) -> int:
     """The longest multiple of STEP tokens whose planned cache takes at most `room` bytes; 0 when none does."""
-    low, high = 0, LONGEST // STEP
+    low, high = 0, reach(artefact) // STEP
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if state_bytes(artefact, middle * STEP) <= room else (low, middle - 1)
