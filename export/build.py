@@ -18,6 +18,9 @@ from calib.request import FitRequest
 from plugins.errors import UserError
 from runtime.artefact import FORMAT, write_config
 
+from .tensorrt.options import PlanOptions, check_selection
+from .tensorrt.packages import PACKAGES
+
 if TYPE_CHECKING:
     from calib.codec import Codec
     from calib.models import LoadedModel
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
     from .passes import Assembly
 
 KVPACK = "0.1.0"
-BACKENDS = ("onnxruntime",)
+ONNXRUNTIME = "onnxruntime"
+BACKENDS = (ONNXRUNTIME, *PACKAGES)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 TOOLS = ("onnxruntime", "onnx", "torch", "transformers")  # whose versions an engine records
 QUALITY_WINDOWS, QUALITY_CONTEXT = 2, 1024  # the loss that every build measures on its own text
@@ -40,14 +44,17 @@ class BuildOptions:
     model: str | None = None
     request: FitRequest = FitRequest()
     codec: Path | None = None
-    backend: str = "onnxruntime"
-    dtype: str = "fp32"
+    backend: str = ONNXRUNTIME
+    dtype: str | None = None  # fp32, or fp16 of plans
     kv_dtype: str | None = None  # bf16 with --dtype bf16, else fp16
     provider: str = "cpu"
     max_length: int | None = None
+    plan: PlanOptions = PlanOptions()
     progress: bool = True
 
     def __post_init__(self) -> None:
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", "fp32" if self.backend == ONNXRUNTIME else "fp16")
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", "bf16" if self.dtype == "bf16" else "fp16")
 
@@ -73,11 +80,23 @@ def build(options: BuildOptions, say: Callable[[str], None] = lambda _: None) ->
         if options.request.name != "none":
             say("Preparing the codec")
             codec = _codec(options, loaded)
+        if options.backend in PACKAGES:
+            _check_plan(options, loaded, codec)
         quality = _quality(options, loaded, codec, say)
         say("Tracing the model to a graph")
         config = write_engine(folder, loaded, codec, options)
         del loaded  # the weights are in the graph now
         report = _prove(options, folder, config, codec, quality, say)
+        if options.backend in PACKAGES:
+            from .tensorrt import plan
+
+            say("Building the plan")
+            report["plan"] = plan.make(folder, config, options.backend, options.plan)
+            report["plan"]["unverified"] = (
+                "the plan was not run where it was built: check it on its GPU with "
+                f"`python -m export verify {options.out} --model {options.model or 'smollm2'}`"
+            )
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         write_config(folder, config)
     return report
 
@@ -113,6 +132,12 @@ def _check_options(options: BuildOptions) -> None:
     method, given = options.request.name, options.request.given()
     if options.backend not in BACKENDS:
         raise UserError(f"--backend {options.backend} is unknown: use one of {', '.join(BACKENDS)}")
+    if options.backend in PACKAGES and options.provider != "cpu":
+        raise UserError(
+            f"--provider {options.provider} is where an engine of ONNX Runtime is checked: leave it out, and check the "
+            "plan on its GPU with `python -m export verify`"
+        )
+    options.plan.check(options.backend, options.dtype, options.kv_dtype)
     if options.out.exists():
         raise UserError(f"--out {options.out} exists already: name another folder or remove it")
     if method == "none" and options.codec is not None:
@@ -145,9 +170,26 @@ def _max_length(options: BuildOptions, loaded: LoadedModel) -> int:
     return options.max_length
 
 
+def _check_plan(options: BuildOptions, loaded: LoadedModel, codec: Codec | None) -> None:
+    """Raises UserError for what is asked of a plan and would come to light after the model was traced and checked."""
+    from calib.adapter import layer_specs
+
+    from .passes import described
+    from .plans import layer_plans
+    from .tensorrt.plan import check_plugins
+
+    limit, specs = _max_length(options, loaded), layer_specs(loaded.model)
+    options.plan.profiles(options.backend, limit)
+    check_selection(options.backend, codec.config.geometry() if codec else None, limit)
+    plans, _ = layer_plans(codec, specs, options.kv_dtype, limit, int16=False)
+    check_plugins({"dtype": options.dtype, "kv_dtype": options.kv_dtype, "nodes": described(plans)},
+                  options.backend, options.plan)  # fmt: skip
+
+
 def _check_disk(loaded: LoadedModel, options: BuildOptions, folder: Path) -> None:
     size = {"fp32": 4, "fp16": 2, "bf16": 2}[options.dtype]
-    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * 1.1) + (64 << 20)
+    copies = 1.1 if options.backend == ONNXRUNTIME else 2.2  # of the weights: in the graph, and in the plan
+    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * copies) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -219,9 +261,9 @@ def _write_graph(
     from .trace import trace
 
     ropes = [(cos.numpy(), sin.numpy()) for cos, sin in rope_tables(loaded.model, limit)]
-    plans, tables = layer_plans(codec, specs, options.kv_dtype, limit)
+    plans, tables = layer_plans(codec, specs, options.kv_dtype, limit, int16=options.backend == ONNXRUNTIME)
     model = loaded.model.to(getattr(torch, DTYPES[options.dtype]))
-    assembly = Assembly(trace(model), specs, plans, tables, ropes)
+    assembly = Assembly(trace(model), specs, plans, tables, ropes, tiled=options.backend != "tensorrt-rtx")
     assemble(assembly)
     ir.save(assembly.model, folder / "model.onnx", external_data="model.onnx.data")
     return assembly
@@ -267,7 +309,7 @@ def _config(
         "nodes": assembly.nodes,
         "fixed_bytes": sum(array.nbytes for tables in assembly.tables for array in tables.values()),
         "target": {
-            "backend": options.backend,
+            "backend": ONNXRUNTIME,  # until there is a plan
             "versions": {name: import_module(name).__version__ for name in TOOLS},
         },
     }
@@ -281,7 +323,8 @@ def _prove(
     quality: dict[str, Any] | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run every check on the finished folder and write report.json. Raises BuildFailed when one does not hold.
+    """Run every check on the folder with the finished graph and return the report. Raises BuildFailed when one does not
+    hold.
 
     An engine that this provider cannot run is checked as far as that goes without, and its report says so.
     """
@@ -317,7 +360,6 @@ def _prove(
         "faster_on_gpu": codec.config.faster_on_gpu() if codec and options.dtype != "fp32" else "",
         "codec": codec.info.to_json() if codec else None,
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     failed = [check for check in checks if not check.ok]
     if failed:
         worst = failed[0]

@@ -34,15 +34,28 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="build and verify an engine", description="Build and verify an engine.")
     add_arguments(build, ("none", *METHODS))
     build.add_argument("--codec", type=Path, help="a codec folder of `python -m calib fit`; without it one is fitted")
-    build.add_argument("--backend", default="onnxruntime", help="onnxruntime (default)")
-    build.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32",
-                       help="weights and activations; bf16 runs on a GPU only (default: fp32)")  # fmt: skip
+    build.add_argument("--backend", default="onnxruntime", help="onnxruntime (default), tensorrt or tensorrt-rtx")
+    build.add_argument("--dtype", choices=("fp32", "fp16", "bf16"),
+                       help="weights and activations; bf16 needs a GPU (default: fp32; fp16 for plans)")  # fmt: skip
     build.add_argument("--kv-dtype", choices=("fp16", "bf16", "fp32"),
                        help="exact rows of the cache (default: bf16 with --dtype bf16, else fp16)")  # fmt: skip
     build.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to check it (default: cpu)")
     build.add_argument("--max-length", type=int, help="longest sequence (default: the model's own limit)")
     build.add_argument("--out", type=Path, required=True, help="the engine folder to write")
     build.add_argument("--json", action="store_true", help="print the report as JSON")
+    plan = build.add_argument_group("plans, with --backend tensorrt or tensorrt-rtx")
+    plan.add_argument("--target", type=_words, default=(), metavar="SM,SM",
+                      help="tensorrt-rtx: GPUs to build for, as in sm_89,sm_120 (default: this machine's)")  # fmt: skip
+    plan.add_argument("--batch", type=int, default=1, help="most sequences of a step (default: %(default)s)")
+    plan.add_argument("--prefill-tokens", type=_numbers, default=(), metavar="N,N",
+                      help="most new tokens of a step, a profile each (default: 512,8192; rtx: 512)")  # fmt: skip
+    plan.add_argument("--keep-onnx", action="store_true", help="keep the ONNX graph beside the plan")
+    plan.add_argument("--version-compatible", action="store_true", help="tensorrt: for later versions of it, too")
+    plan.add_argument("--hardware-compatible", action="store_true", help="tensorrt: for every GPU from Ampere on")
+    plan.add_argument("--strip-weights", action="store_true",
+                      help="tensorrt: a plan without weights, which stay beside it in an ONNX graph")  # fmt: skip
+    plan.add_argument("--library", type=Path, metavar="FILE",
+                      help="tensorrt: the library with the plugins (default: `python -m plugins build`'s)")  # fmt: skip
     build.set_defaults(run=_build)
 
     inspect = commands.add_parser("inspect", help="print what an engine holds and costs")
@@ -116,6 +129,18 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _build(options: argparse.Namespace) -> int:
     from .build import BuildOptions, build
     from .show import Steps, show_report
+    from .tensorrt.options import PlanOptions
+
+    plan = PlanOptions(
+        batch=options.batch,
+        prefill_tokens=options.prefill_tokens,
+        targets=options.target,
+        version_compatible=options.version_compatible,
+        hardware_compatible=options.hardware_compatible,
+        strip_weights=options.strip_weights,
+        keep_onnx=options.keep_onnx,
+        library=options.library,
+    )
 
     with Steps() as say:
         report = build(
@@ -129,6 +154,7 @@ def _build(options: argparse.Namespace) -> int:
                 kv_dtype=options.kv_dtype,
                 provider=options.provider,
                 max_length=options.max_length,
+                plan=plan,
             ),
             say,
         )

@@ -1,9 +1,11 @@
-"""What an engine holds and costs: method, tensors, aliases, bytes, break-even length. Reads config.json only."""
+"""What an engine holds and costs: method, tensors, aliases, bytes, break-even length; and what its plan does."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from plugins.errors import UserError
 from runtime.artefact import Artefact, fp16_bytes, state_bytes
 
 LENGTHS = (4096, 32768, 131072)
@@ -33,7 +35,7 @@ def memory_table(artefact: Artefact) -> list[dict[str, float | bool]]:
 def describe(artefact: Artefact) -> dict[str, Any]:
     """Everything `inspect` prints, as JSON."""
     config = artefact.config
-    return {
+    described = {
         "model": config["model"],
         "method": config["method"],
         "dtype": config["dtype"],
@@ -47,3 +49,19 @@ def describe(artefact: Artefact) -> dict[str, Any]:
         "break_even": artefact.break_even,
         "target": config["target"],
     }
+    if config["target"].get("plan"):
+        described["plan"] = describe_plan(artefact)
+    return described
+
+
+def describe_plan(artefact: Artefact) -> dict[str, Any]:
+    """What report.json tells of a plan, see `export.tensorrt.plan.make`; layers and states from the plan itself where
+    it can be opened. "unopened": why it was not; then they are what TensorRT said when it built the plan."""
+    from .tensorrt.plan import TOLD, look
+
+    report = json.loads((artefact.path / "report.json").read_text(encoding="utf-8"))
+    told = {name: report["plan"][name] for name in TOLD} | {"unopened": None}
+    try:
+        return told | look(artefact.path, artefact.config)
+    except UserError as error:
+        return told | {"unopened": str(error)}

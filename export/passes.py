@@ -30,7 +30,8 @@ class Assembly:
     """A model on its way to an engine.
 
     specs, plans and tables are per layer: what the attention is, the node it becomes and the arrays it reads. ropes
-    holds (cos, sin) [limit, rotary_dim / 2] by LayerSpec.rope. inputs and outputs collect the tensor contract.
+    holds (cos, sin) [limit, rotary_dim / 2] by LayerSpec.rope. tiled: whether function bodies may loop, see
+    `plugins.graph.Body`. inputs and outputs collect the tensor contract.
     """
 
     model: ir.Model
@@ -38,6 +39,7 @@ class Assembly:
     plans: Sequence[NodePlan]
     tables: Sequence[Mapping[str, np.ndarray]]
     ropes: Sequence[tuple[np.ndarray, np.ndarray]]
+    tiled: bool = True
     inputs: list[TensorSpec] = field(default_factory=list)
     outputs: list[TensorSpec] = field(default_factory=list)
 
@@ -47,16 +49,20 @@ class Assembly:
 
     @property
     def nodes(self) -> list[dict[str, object]]:
-        """Op and attributes of every layer's node, as config.json tells them."""
-        return [
-            {
-                "op": plan.op,
-                "attributes": {
-                    name: list(value) if isinstance(value, tuple) else value for name, value in plan.attributes.items()
-                },
-            }
-            for plan in self.plans
-        ]
+        return described(self.plans)
+
+
+def described(plans: Sequence[NodePlan]) -> list[dict[str, object]]:
+    """Op and attributes of every layer's node, as config.json tells them."""
+    return [
+        {
+            "op": plan.op,
+            "attributes": {
+                name: list(value) if isinstance(value, tuple) else value for name, value in plan.attributes.items()
+            },
+        }
+        for plan in plans
+    ]
 
 
 def _require(condition: bool, name: str, sentence: str) -> None:
@@ -105,7 +111,7 @@ def insert_nodes(a: Assembly) -> None:
         _require(not missing, "insert_nodes", f"{plan.op} of layer {spec.layer} has no value for {missing}")
         packed = values["k"] is None
         attributes = (packed, *sorted(plan.attributes.items()))
-        overload = functions.overload(plan.op, attributes, lambda name, p=plan, k=packed: p.body(name, k))
+        overload = functions.overload(plan.op, attributes, lambda name, p=plan, k=packed: p.body(name, k, a.tiled))
         new = ir.Node(
             DOMAIN,
             plan.op,

@@ -22,9 +22,10 @@ STATES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.Dat
 
 
 def layer_plans(
-    codec: Codec | None, specs: Sequence[LayerSpec], kv_dtype: str, limit: int
+    codec: Codec | None, specs: Sequence[LayerSpec], kv_dtype: str, limit: int, int16: bool = True
 ) -> tuple[list[NodePlan], list[Mapping[str, np.ndarray]]]:
-    """The node of every layer and the arrays it reads. kv_dtype: a key of STATES; limit: the longest sequence."""
+    """The node of every layer and the arrays it reads. kv_dtype: a key of STATES; limit: the longest sequence; int16:
+    whether a state may have that dtype."""
     from calib.codec import observing_layers
 
     state = STATES[kv_dtype]
@@ -38,7 +39,7 @@ def layer_plans(
             plans.append(dense.plan(spec, state, observes))
             tables.append({})
         else:
-            plans.append(body.plan(spec, codec.config, state, limit))
+            plans.append(body.plan(spec, codec.config, state, limit, int16))
             tables.append(body.tables(layer))
     return plans, tables
 

@@ -99,7 +99,19 @@ def show_report(report: Mapping[str, Any], out: Path) -> None:
         _out.print(
             f"Rotary angles of type {', '.join(frozen)} are frozen as they are at {limit:,} tokens", highlight=False
         )
+    if plan := report.get("plan"):
+        _out.print(f"Plan: {_plan_size(plan)}, built in {plan['seconds']:.0f} s", highlight=False)
+        _out.print(_sentence(plan["unverified"]), style="yellow", highlight=False, soft_wrap=True)
     _out.print(f"Method {method['name']}, ratio {method['ratio']:.4f}. Engine: {out}", highlight=False)
+
+
+def _plan_size(plan: Mapping[str, Any]) -> str:
+    needs = plan["memory"].get("activations")
+    return _mib(plan["bytes"]) + (f", and {_mib(needs)} of memory while it runs" if needs else "")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _show_choice(choice: Mapping[str, Any], trained: Mapping[str, Any] | None) -> None:
@@ -184,9 +196,10 @@ def show_description(d: Mapping[str, Any]) -> None:
     _out.print(f"method {method['name']}, ratio {method['ratio']:.4f} by the paper's accounting", highlight=False)
     for key, value in method["config"].items():
         _out.print(f"  {key} = {value}", highlight=False)
+    written_where = "written in place by" if d["target"].get("in_place", True) else "renewed in"
     table = Table(
         Column("tensor", overflow="fold", min_width=24), "role", "dtype", "shape", title="Tensor contract",
-        caption="* a state, written in place by the output of the same name and _out",
+        caption=f"* a state, {written_where} the output of the same name and _out",
     )  # fmt: skip
     written = set(d["aliases"].values())
     for name, spec in _grouped([spec for spec in d["tensors"] if spec["name"] not in written]):
@@ -194,7 +207,31 @@ def show_description(d: Mapping[str, Any]) -> None:
         table.add_row(name + (" *" if spec["alias"] else ""), spec["role"], spec["dtype"], shape or "scalar")
     _out.print(table)
     _out.print(_memory(d["memory"], d["fixed_bytes"]))
+    if "plan" in d:
+        _show_plan(d["plan"], d["target"])
     even = d["break_even"]
     _out.print(
         f"Break-even with an fp16 cache, tables counted: {f'{even:,} tokens' if even else 'never'}", highlight=False
     )
+
+
+def _show_plan(plan: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    gpus = ", ".join(f"sm_{sm.replace('.', '')}" for sm in target["sm"])
+    _out.print(f"Plan of {target['backend']} for {gpus}: {_plan_size(plan)}", highlight=False)
+    table = Table("profile", "new tokens", "sequences", title="Profiles (at least, usually, at most)")
+    for profile in target["profiles"]:
+        table.add_row(profile["name"], *(" / ".join(f"{n:,}" for n in profile[key]) for key in ("tokens", "batch")))
+    _out.print(table)
+    if plan["unopened"]:
+        told = f"Layers as TensorRT told them when it built the plan; {plan['unopened']}"
+        _out.print(told, style="yellow", highlight=False, soft_wrap=True)
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in plan["layers"].items())
+    _out.print(f"Layers: {kinds or 'unknown'}", highlight=False)
+    caption = "a state that is not written in place has a second buffer, to which each step copies it"
+    table = Table("state", "in place", "layers that touch it beside plugins", title="Cache",
+                  caption=None if target["in_place"] else caption)  # fmt: skip
+    keyed = [{**s, "name": s["input"], "dtype": s["in_place"], "shape": s["other_layers"] > 0} for s in plan["states"]]
+    for name, state in _grouped(keyed):
+        others = f"{state['other_layers']}, such as {state['some'][0]}" if state["some"] else "none"
+        table.add_row(name, "[green]yes[/]" if state["in_place"] else "no", others)
+    _out.print(table)

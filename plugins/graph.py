@@ -34,11 +34,12 @@ class Body:
     """Writes nodes: `b.MatMul(x, y)` appends one and returns its output. Numbers and arrays become constants.
 
     Python ints become int64 scalars, lists of ints int64 vectors and floats float32 scalars.
+    tiled: whether rows are worked on by tiles, one after another, or all at once, without loops.
     """
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, prefix: str = "", tiled: bool = True) -> None:
         self.tape = tape.Tape()
-        self.prefix = prefix
+        self.prefix, self.tiled = prefix, tiled
         self.nested = 0
 
     def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:
@@ -67,7 +68,7 @@ class Body:
     def inner(self) -> Body:
         """A body for a subgraph of this one; its names clash with none outside."""
         self.nested += 1
-        return Body(f"{self.prefix}t{self.nested}_")
+        return Body(f"{self.prefix}t{self.nested}_", self.tiled)
 
     def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
         return self.Cast(x, to=int(dtype))
@@ -119,7 +120,10 @@ def tiles(
     """Run `compute(body, start, size)` over ceil(rows / size) tiles, size = min(rows, tile), as one Scan.
 
     rows: int64 [1], at least 1. start, size: int64 [1]. Returns the tiles stacked along a new first axis.
+    A body without tiles has a single one, of all rows.
     """
+    if not b.tiled:
+        return b.Unsqueeze(compute(b, b.value([0]), rows), [0])
     size = b.Min(rows, [tile])
     count = b.Div(b.Sub(b.Add(rows, size), [1]), size)
     starts = b.Mul(b.Range(0, b.Squeeze(count), 1), size)
@@ -146,6 +150,34 @@ def when(
         out.type = ir.TensorType(dtype)
         branches.append(ir.Graph([], [out], nodes=inner.tape.nodes, name="branch"))
     return b.If(condition, then_branch=branches[0], else_branch=branches[1])
+
+
+def when_some(
+    b: Body,
+    rows: ir.Value,
+    compute: Callable[[Body], ir.Value],
+    nothing: Callable[[Body], ir.Value],
+    dtype: ir.DataType,
+) -> ir.Value:
+    """`compute` where there are rows, int64 [1], else `nothing`: only the chosen one runs. A body without tiles always
+    has rows, see `schedule`."""
+    return when(b, b.Squeeze(b.Greater(rows, [0])), compute, nothing, dtype) if b.tiled else compute(b)
+
+
+def schedule(b: Body, source: ir.Value, target: ir.Value, trash: ir.Value, unit: int = 1) -> tuple[ir.Value, ir.Value]:
+    """enc_src and enc_dst int32 [B, E] as int64: which rows to encode, and the code rows they become.
+
+    A body without tiles encodes `unit` rows more, into the code row `trash` int64 [], so that no tensor is empty.
+    """
+    source, target = b.cast(source, INT64), b.cast(target, INT64)
+    if b.tiled:
+        return source, target
+    return b.Pad(source, [0, unit], None, [-1]), b.Pad(target, [0, unit], trash, [-1])
+
+
+def last_row(b: Body, state: ir.Value) -> ir.Value:
+    """The last row of state [B, H, N, D], its trash row: int64 []."""
+    return b.Squeeze(b.Sub(b.size(state, 2), [1]))
 
 
 def gather_rows(b: Body, x: ir.Value, index: ir.Value, heads: int) -> ir.Value:
@@ -223,11 +255,13 @@ def summarise(
     widths: Sequence[int],
     tile_rows: int | None = None,
     offset: ir.Value | None = None,
+    unit: int = 1,
 ) -> Summary:
     """Attention over `count` rows, int64 [1], that are built a tile at a time: none of them twice, never all at once.
 
     q [B, H g, S, D], rotated. build(body, start, stop), int64 [1] each, gives the rows' keys [B, H, n, D], rotated,
-    values [B, H or 1, n, w] of the given widths, and bool [B, n]: which a query may see. finish(body, sums) makes the
+    values [B, H or 1, n, w] of the given widths, and bool [B, n]: which a query may see. Rows come in multiples of
+    `unit`; a body without tiles builds at least one unit, whether there are rows or not. finish(body, sums) makes the
     output [B, H, g S, D] of the values' weighted sums [B, H, g S, w]. tile_rows: the most rows of a tile, ROW_TILE when
     None. offset [B, H g, S, 1]: added to each product of query and key. Everything float32. A sum over tiles runs in
     the order of the rows and a tile's size depends on S alone.
@@ -241,7 +275,25 @@ def summarise(
     size = b.Mul(b.Div(size, [TILE_ROWS]), [TILE_ROWS])  # whole tiles, where codes are stored in tiles
     sides = b.shape(b.size(q, 0), h, b.Mul(length, [g]))
 
-    def everything(t: Body) -> ir.Value:
+    def scored(t: Body, key: ir.Value, visible: ir.Value) -> ir.Value:
+        """[B, H, g S, n]."""
+        score = t.MatMul(query, t.Transpose(key, perm=[0, 1, 3, 2]))
+        if offset is not None:
+            score = t.Add(score, offset)
+        if heads.softcap:
+            score = t.Mul(t.Tanh(t.Div(score, heads.softcap)), heads.softcap)
+        return t.Where(t.Unsqueeze(visible, [1, 2]), score, MASKED)
+
+    def at_once(t: Body) -> ir.Value:
+        key, values, visible = build(t, t.value([0]), t.Max(count, [unit]))
+        score = scored(t, key, visible)
+        most = t.ReduceMax(score, [-1])
+        weight = t.Exp(t.Sub(score, most))
+        total = t.ReduceSum(weight, [-1])
+        sums = [t.Div(t.MatMul(weight, value), total) for value in values]
+        return t.Concat(finish(t, sums), t.Add(most, t.Log(total)), axis=-1)
+
+    def by_tiles(t: Body) -> ir.Value:
         starts = t.Mul(t.Range(0, t.Squeeze(t.Div(t.Sub(t.Add(count, size), [1]), size)), 1), size)
         inner = t.inner()
         start = ir.Value(name=f"{inner.prefix}start", type=ir.TensorType(INT64), shape=ir.Shape([]))
@@ -251,12 +303,7 @@ def summarise(
         ]
         first = inner.Unsqueeze(start, [0])
         key, values, visible = build(inner, first, inner.Min(inner.Add(first, size), count))
-        score = inner.MatMul(query, inner.Transpose(key, perm=[0, 1, 3, 2]))  # [B, H, g S, n]
-        if offset is not None:
-            score = inner.Add(score, offset)
-        if heads.softcap:
-            score = inner.Mul(inner.Tanh(inner.Div(score, heads.softcap)), heads.softcap)
-        score = inner.Where(inner.Unsqueeze(visible, [1, 2]), score, MASKED)
+        score = scored(inner, key, visible)
         peak = inner.Max(most, inner.ReduceMax(score, [-1]))
         weight, keep = inner.Exp(inner.Sub(score, peak)), inner.Exp(inner.Sub(most, peak))
         renewed = [peak, inner.Add(inner.Mul(total, keep), inner.ReduceSum(weight, [-1]))]
@@ -274,7 +321,7 @@ def summarise(
     def nothing(t: Body) -> ir.Value:
         return t.Expand(np.append(np.zeros(d, np.float32), MASKED), t.shape(sides, d + 1))
 
-    both = when(b, b.Squeeze(b.Greater(count, [0])), everything, nothing, FLOAT)
+    both = when(b, b.Squeeze(b.Greater(count, [0])), by_tiles, nothing, FLOAT) if b.tiled else at_once(b)
     both = b.Reshape(both, b.shape(0, h, g, length, d + 1))
     return Summary(b.slice(both, 0, d, -1), b.slice(both, d, d + 1, -1))
 
@@ -438,7 +485,8 @@ class NodePlan:
 
     inputs and outputs are the op's own names, in order. states: shape of each state input (symbols as in
     `plugins.contract`) and its dtype; the output `<name>_out` is written to the same memory. function: makes the
-    arithmetic of the body under an overload name, by heads (see `token_major`); equal `attributes` mean equal bodies.
+    arithmetic of the op in an empty body, under an overload name, by heads (see `token_major`); equal `attributes` mean
+    equal bodies.
     """
 
     heads: LayerSpec
@@ -448,8 +496,8 @@ class NodePlan:
     outputs: tuple[str, ...]
     states: dict[str, tuple[ir.DataType, tuple[int | str, ...]]]
     attributes: dict[str, int | float | str | tuple[int, ...]]
-    function: Callable[[str], ir.Function]
+    function: Callable[[Body, str], ir.Function]
 
-    def body(self, overload: str, packed: bool = False) -> ir.Function:
-        """The op's body. packed: q, k and v are one tensor."""
-        return token_major(self.function(overload), self.heads, packed)
+    def body(self, overload: str, packed: bool = False, tiled: bool = True) -> ir.Function:
+        """The op's body. packed: q, k and v are one tensor. tiled: see `Body`."""
+        return token_major(self.function(Body(tiled=tiled), overload), self.heads, packed)

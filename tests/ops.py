@@ -36,7 +36,12 @@ def rope_tables(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Op:
-    """One node in a graph of its own, with its state. `extra`: outputs of the last step that are no state."""
+    """One node in a graph of its own, with its state. `extra`: outputs of the last step that are no state.
+
+    tiled: see `plugins.graph.Body`.
+    """
+
+    tiled = True
 
     def __init__(
         self, plan: NodePlan, batch: int, tables: dict[str, np.ndarray], geometry: Geometry | None = None
@@ -66,7 +71,7 @@ class Op:
             opset_imports={"": 23, "kvpack": 1},
             name="one",
         )
-        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.body("")]))
+        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.body("", tiled=self.tiled)]))
         onnx.checker.check_model(proto)
         self.session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
         self.names = {value.name for value in self.session.get_inputs()}

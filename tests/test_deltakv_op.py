@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import ops
 import pytest
 import torch
 from ops import (
@@ -261,6 +262,27 @@ def test_indices_are_as_wide_as_the_longest_sequence_needs(limit: int, dtype: st
     assert op.state["index"].dtype == dtype
     assert run(op, references, layer(), geometry=config.geometry()) < 2e-5
     check_rows(op, references, config)
+
+
+def test_without_int16_an_index_is_the_same_two_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "CAPACITY", 400)
+    config, generator = DeltaKVConfig(**(SMALL | {"stride": 1})), torch.Generator().manual_seed(3)
+    codec, geometry = random_codec(config), config.geometry()
+    rope = dict(zip(("cos", "sin"), (t.numpy() for t in rope_tables(layer().rotary_dim)), strict=True))
+    pair = [Op(deltakv.plan(layer(), config, FLOAT, 400, known), 1, deltakv.tables(codec) | rope, geometry)
+            for known in (True, False)]  # fmt: skip
+    past = np.zeros(1, np.int32)
+    for count in (390, 1, 5):
+        shapes = ((1, heads, count, DIM) for heads in (layer().num_heads, HEADS, HEADS))
+        q, k, v = (torch.randn(*shape, generator=generator).numpy() for shape in shapes)
+        feeds = host_feeds(past, np.array([count], np.int32), geometry)
+        np.testing.assert_array_equal(*(op.step(q=q, k=k, v=v, **feeds) for op in pair))
+        past += count
+    wide, halves = (op.state["index"] for op in pair)
+    assert halves.dtype == np.int8 and wide.max() > 256 and (wide % 256 > 127).any()
+    np.testing.assert_array_equal(halves.view(np.int16), wide)
+    state = {name: torch.from_numpy(pair[1].state[name][0, :, :380]) for name in ("latents", "scales", "index")}
+    assert torch.equal(stored_rows(config, state).index, torch.from_numpy(wide[0, :, :380]).long())
 
 
 @pytest.mark.parametrize("changes", [{"select_fraction": 0.4}, {"select_count": 4}])

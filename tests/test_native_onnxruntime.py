@@ -30,7 +30,7 @@ from plugins.deltakv.config import DeltaKVConfig
 from plugins.dense import onnx_body as dense
 from plugins.errors import UserError
 from plugins.geometry import Geometry
-from plugins.graph import NodePlan
+from plugins.graph import Body, NodePlan
 from plugins.intkv import onnx_body as intkv
 from plugins.intkv.config import Int4Config, KIVI2Config
 from plugins.layer import LayerSpec
@@ -174,7 +174,7 @@ class Node:
             value.shape = ir.Shape([None] * {"selected": 2, "out": 3}.get(name, 4))
         inputs = [x for x in values.values() if x is not None]
         graph = ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 23, "kvpack": 1}, name="one")
-        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.function("")]))
+        proto = ir.to_proto(ir.Model(graph, ir_version=10, functions=[plan.function(Body(), "")]))
         options = ort.SessionOptions()
         options.register_custom_ops_library(str(path))
         options.log_severity_level = 4

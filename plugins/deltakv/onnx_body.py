@@ -25,8 +25,11 @@ def tables(codec: LayerCodec) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in codec.tensors().items()}
 
 
-def plan(spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int = 1 << 17) -> NodePlan:
+def plan(
+    spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int = 1 << 17, int16: bool = True
+) -> NodePlan:
     """The node of one compressed layer. limit: tokens of the longest sequence, which decides how wide an index is.
+    int16: whether who runs it knows int16; otherwise an index of two bytes is two int8 of the state, the low one first.
 
     States, each with a head axis of 1: ring, x of sinks and recent tokens; latents, int8 or (16 bits) z itself; scales;
     index; references and (8 bits) reference_scales. Code row j is position sinks + j, reference row r is code row
@@ -44,8 +47,12 @@ def plan(spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int 
     else:
         states["latents"] = rows(ir.DataType.INT8, "code_rows", config.latent_bits // 8)
         states["scales"] = rows(state, "code_rows", config.scales)
-    index = ir.DataType.INT16 if ordinals <= 1 << 15 else ir.DataType.INT32
-    states["index"] = rows(index, "code_rows", config.neighbors)
+    if ordinals > 1 << 15:
+        states["index"] = rows(ir.DataType.INT32, "code_rows", config.neighbors)
+    elif int16:
+        states["index"] = rows(ir.DataType.INT16, "code_rows", config.neighbors)
+    else:
+        states["index"] = rows(ir.DataType.INT8, "code_rows", 2 * config.neighbors)
     if config.reference_bits == 16:
         states["references"] = rows(state, "ref_rows", config.width)
     else:
@@ -77,7 +84,9 @@ def plan(spec: LayerSpec, config: DeltaKVConfig, state: ir.DataType, limit: int 
         outputs=outputs,
         states=states,
         attributes=attributes,
-        function=lambda overload: _Writer(spec, config, dtypes, inputs).function(overload, outputs, list(attributes)),
+        function=lambda b, overload: _Writer(spec, config, dtypes, inputs).function(
+            b, overload, outputs, list(attributes)
+        ),
     )
 
 
@@ -96,8 +105,8 @@ class _Writer:
         self.inputs = graph.named(*inputs)
         self.x = dict(zip(inputs, self.inputs, strict=True))
 
-    def function(self, overload: str, outputs: tuple[str, ...], attributes: list[str]) -> ir.Function:
-        b, x, geometry, spec = Body(), self.x, self.geometry, self.spec
+    def function(self, b: Body, overload: str, outputs: tuple[str, ...], attributes: list[str]) -> ir.Function:
+        x, geometry, spec = self.x, self.geometry, self.spec
         past, new, length = b.cast(x["past_len"], INT64), b.cast(x["new_len"], INT64), b.size(x["q"], 2)
         position = graph.step_positions(b, past, length)
         query, key, value = (b.cast(x[name], FLOAT) for name in "qkv")
@@ -112,7 +121,7 @@ class _Writer:
         # (b) encode what leaves the window, (c) renew the exact rows
         keep = graph.ring_source(b, past, new, geometry.sinks, geometry.ring)
         written = {"ring": graph.gather_rows(b, joined, keep, 1)}
-        written |= self.encoded(b, joined, written["ring"], b.Add(past, new))
+        written |= self.encoded(b, joined, written["ring"])
         return b.function(
             OP, overload, self.inputs, [out, *(written[name] for name in self.dtypes)], outputs, attributes
         )
@@ -149,7 +158,10 @@ class _Writer:
         h, d = self.spec.num_kv_heads, self.spec.head_dim
         stored = b.Unsqueeze(graph.encoded(b, past, geometry), [1])  # [B, 1]
         live = graph.encoded(b, b.Unsqueeze(b.cast(x["live"], INT64), [0]), geometry)  # [1]
-        count = b.size(x["selected"], 1) if config.selects else live
+        count, selected = live, None
+        if config.selects:
+            selected = x["selected"] if b.tiled else b.Pad(x["selected"], [0, 1], None, [-1])  # never empty
+            count = b.size(x["selected"], 1)
         pool = self.pool(b, b.slice(joined, 0, geometry.sinks, 2), x, live)
         matrix = b.Transpose(b.Reshape(x["decompress"], [0, 2 * h, d]), perm=[1, 0, 2])  # [2 H, latent_dim, D]
         to_key, to_value = (b.Unsqueeze(b.slice(matrix, side * h, (side + 1) * h, 0), [0]) for side in (0, 1))
@@ -157,7 +169,7 @@ class _Writer:
         def build(t: Body, start: ir.Value, stop: ir.Value) -> tuple[ir.Value, list[ir.Value], ir.Value]:
             names = [name for name in ("latents", "scales", "index") if name in x]
             if config.selects:
-                row = t.cast(t.slice(x["selected"], start, stop, 1), INT64)  # [B, n]
+                row = t.cast(t.slice(selected, start, stop, 1), INT64)  # [B, n]
                 slot = t.Range(t.Squeeze(start), t.Squeeze(stop), 1)
                 visible = t.And(t.Less(row, stored), t.Less(slot, t.Unsqueeze(t.cast(x["select_len"], INT64), [1])))
                 parts = {name: graph.gather_rows(t, x[name], row, 1) for name in names}
@@ -166,7 +178,10 @@ class _Writer:
                 visible = t.Less(row, stored)
                 parts = {name: t.slice(x[name], start, stop, 2) for name in names}
             z = self.dequantised(t, parts["latents"], parts.get("scales"))  # [B, 1, n, latent_dim]
-            mean = self.mean(t, pool, t.cast(t.Squeeze(parts["index"], [1]), INT64))
+            index = t.Squeeze(self.ordinals(t, parts["index"]), [1])
+            if not t.tiled:  # the row that is built where there are none may be one that this step writes
+                index = t.Min(index, t.Sub(t.size(pool, 2), [1]))
+            mean = self.mean(t, pool, index)
             key = t.Add(t.MatMul(z, to_key), self.heads(t, mean, 0))
             return self.rotated(t, key, t.Add(row, geometry.sinks)), [z, self.heads(t, mean, 1)], visible
 
@@ -174,6 +189,25 @@ class _Writer:
             return t.Add(t.MatMul(sums[0], to_value), sums[1])
 
         return graph.summarise(b, self.spec, query, count, build, finish, [config.latent_dim, d])
+
+    def ordinals(self, b: Body, index: ir.Value) -> ir.Value:
+        """Rows of the state as int64 [B, 1, n, neighbors]."""
+        index = b.cast(index, INT64)
+        if self.dtypes["index"] != ir.DataType.INT8:
+            return index
+        halves = b.Reshape(index, [0, 0, -1, self.config.neighbors, 2])
+        low, high = (b.Squeeze(b.slice(halves, n, n + 1, 4), [4]) for n in (0, 1))
+        return b.Add(b.Mul(high, 256), b.Where(b.Less(low, 0), b.Add(low, 256), low))
+
+    def stored_ordinals(self, b: Body, index: ir.Value) -> ir.Value:
+        """Inverse of `ordinals`, of float32 [B, 1, n, neighbors]: float32, to be cast to the state's dtype."""
+        if self.dtypes["index"] != ir.DataType.INT8:
+            return index
+        high = b.Floor(b.Mul(index, np.float32(1 / 256)))
+        low = b.Sub(index, b.Mul(high, np.float32(256)))
+        low = b.Where(b.Greater(low, np.float32(127)), b.Sub(low, np.float32(256)), low)
+        halves = b.Concat(b.Unsqueeze(low, [4]), b.Unsqueeze(high, [4]), axis=4)
+        return b.Reshape(halves, [0, 0, 0, 2 * self.config.neighbors])
 
     def mean(self, b: Body, pool: ir.Value, index: ir.Value) -> ir.Value:
         """Mean of the rows of pool [B, 1, P, X] that index [B, n, neighbors] names: float32 [B, 1, n, X]."""
@@ -216,42 +250,39 @@ class _Writer:
 
     # -- writing
 
-    def encoded(self, b: Body, joined: ir.Value, ring: ir.Value, stored: ir.Value) -> dict[str, ir.Value]:
-        """The states but the ring after this step; ring: the renewed one; stored int64 [B]: tokens after it."""
+    def encoded(self, b: Body, joined: ir.Value, ring: ir.Value) -> dict[str, ir.Value]:
+        """The states but the ring after this step; ring: the renewed one."""
         config, x = self.config, self.x
-        source, target = b.cast(x["enc_src"], INT64), b.cast(x["enc_dst"], INT64)
-        some = b.Squeeze(b.Greater(b.size(source, 1), [0]))
-        written = self.written_references(b, joined, source, target, some)
+        source, target = graph.schedule(b, x["enc_src"], x["enc_dst"], graph.last_row(b, x["latents"]))
+        written = self.written_references(b, joined, source, target)
         size = config.latent_bits // 8 if config.scales else config.latent_dim
         widths = {"index": config.neighbors, "latents": size} | ({"scales": config.scales} if config.scales else {})
 
         def rows(t: Body) -> ir.Value:
-            count = graph.encoded(t, t.ReduceMax(stored, [0]), self.geometry)  # [1]
+            most = t.Add(t.Unsqueeze(t.cast(x["live"], INT64), [0]), t.size(x["q"], 2))  # tokens stored after the step
+            count = graph.encoded(t, most, self.geometry)  # [1]
             pool = self.pool(t, t.slice(ring, 0, self.geometry.sinks, 2), written, count)
             pool = t.cast(t.Squeeze(pool, [1]), FLOAT)
             return self.rows(t, joined, pool, source, target, sum(widths.values()))
 
-        coded = self.where_some(b, some, source, sum(widths.values()), rows)
+        coded = self.where_some(b, source, sum(widths.values()), rows)
         first = 0
         for name, width in widths.items():
-            part = b.cast(b.slice(coded, first, first + width, 3), self.dtypes[name])
+            part = b.slice(coded, first, first + width, 3)
+            part = b.cast(self.stored_ordinals(b, part) if name == "index" else part, self.dtypes[name])
             written[name] = graph.scatter_rows(b, x[name], target, part, 1)
             first += width
         return written
 
-    def where_some(
-        self, b: Body, some: ir.Value, source: ir.Value, width: int, compute: Callable[[Body], ir.Value]
-    ) -> ir.Value:
+    def where_some(self, b: Body, source: ir.Value, width: int, compute: Callable[[Body], ir.Value]) -> ir.Value:
         """`compute`, or float32 [B, 1, 0, width] in a step that encodes nothing, which costs nothing."""
 
         def nothing(t: Body) -> ir.Value:
             return t.ConstantOfShape(t.shape(t.size(source, 0), 1, 0, width), value=ir.tensor(np.zeros(1, np.float32)))
 
-        return graph.when(b, some, compute, nothing, FLOAT)
+        return graph.when_some(b, b.size(source, 1), compute, nothing, FLOAT)
 
-    def written_references(
-        self, b: Body, joined: ir.Value, source: ir.Value, target: ir.Value, some: ir.Value
-    ) -> dict[str, ir.Value]:
+    def written_references(self, b: Body, joined: ir.Value, source: ir.Value, target: ir.Value) -> dict[str, ir.Value]:
         """The reference states with those among the rows to encode: code rows 0, stride, 2 stride, ..."""
         stride, x = self.config.stride, self.x
         count = b.Div(b.Add(b.size(target, 1), [stride - 1]), [stride])  # there are at most so many
@@ -274,7 +305,7 @@ class _Writer:
             return t.Concat(t.Clip(t.Round(divided(t, y, scale)), np.float32(-127), np.float32(127)), scale, axis=-1)
 
         width = self.config.width
-        coded = self.where_some(b, some, source, width + 1, quantise)
+        coded = self.where_some(b, source, width + 1, quantise)
         parts = {"references": (0, width), "reference_scales": (width, width + 1)}
         return {
             name: graph.scatter_rows(b, x[name], number, b.cast(b.slice(coded, *span, 3), self.dtypes[name]), 1)

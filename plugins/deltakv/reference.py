@@ -347,7 +347,8 @@ class LayerCache:
 
 def stored_rows(config: DeltaKVConfig, state: dict[str, Tensor]) -> Rows:
     """What LayerCache.step takes as `given`, from one sequence's state of an engine: name -> tensor, used rows only."""
-    latents, index = state["latents"], state["index"].long()
+    latents, index = state["latents"], state["index"]
+    index = (index.contiguous().view(torch.int16) if index.dtype == torch.int8 else index).long()  # two bytes each
     if not config.scales:
         return Rows(latents.float(), torch.zeros(1, latents.shape[1], 0), index)
     codes, first = [], 0

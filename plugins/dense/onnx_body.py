@@ -16,12 +16,15 @@ from ..layer import LayerSpec
 OP, OBSERVED_OP = "DenseAttention", "DenseObservedAttention"
 INPUTS = ("q", "k", "v", "state_k", "state_v", "past_len", "new_len", "live", "cos", "sin")
 OUTPUTS = ("out", "state_k_out", "state_v_out")
+TOP_LIMIT = 3840  # rows that a body without tiles chooses at most: what TensorRT sorts
 ROW_TILE = 2048  # rows read at a time: they cost a cast only, so a short context is one tile
 SELECTION_INPUTS, SELECTION_OUTPUTS = ("select_len", "select_width"), ("selected",)
 
 
-def function(heads: LayerSpec, state: ir.DataType, overload: str, observes: Geometry | None = None) -> ir.Function:
-    """The body for one set of attributes.
+def function(
+    b: Body, heads: LayerSpec, state: ir.DataType, overload: str, observes: Geometry | None = None
+) -> ir.Function:
+    """Writes the body for one set of attributes.
 
     q [B, Hq, S, D], k and v [B, H, S, D] before RoPE; state_k (rotated keys) and state_v [B, H, rows, D]; past_len and
     new_len int32 [B]; live int32 []; cos and sin [limit, rotary_dim / 2].
@@ -31,7 +34,6 @@ def function(heads: LayerSpec, state: ir.DataType, overload: str, observes: Geom
     [B, select_width] belong to the op: the code rows that get most attention, in a step of one token (those past
     `select_len[b]` mean nothing), or all code rows.
     """
-    b = Body()
     inputs = graph.named(*INPUTS, *(SELECTION_INPUTS if observes else ()))
     q, k, v, state_k, state_v, past_len, new_len, live, cos, sin = inputs[: len(INPUTS)]
     past, new, length = b.cast(past_len, INT64), b.cast(new_len, INT64), b.size(q, 2)
@@ -73,13 +75,21 @@ def function(heads: LayerSpec, state: ir.DataType, overload: str, observes: Geom
         row = t.cast(t.Range(0, width, 1), INT32)
         return t.Expand(t.Unsqueeze(row, [0]), t.shape(t.size(q, 0), t.Unsqueeze(width, [0])))
 
-    chosen = graph.when(
-        b,
-        b.And(b.Equal(b.Squeeze(length), 1), b.Greater(width, 0)),
-        lambda t: most_attended(t, heads, observes, query, key, state_k, past, end, width),
-        everything,
-        INT32,
-    )
+    single = b.Equal(b.Squeeze(length), 1)
+    if b.tiled:
+        chosen = graph.when(
+            b,
+            b.And(single, b.Greater(width, 0)),
+            lambda t: most_attended(t, heads, observes, query, key, state_k, past, end, width),
+            everything,
+            INT32,
+        )
+    else:  # both, of which steps of many tokens take the second
+        first = [b.slice(x, 0, 1, 2) for x in (query, key)]
+        count = b.Max(b.Min(width, TOP_LIMIT), 1)
+        found = most_attended(b, heads, observes, *first, state_k, past, end, count)
+        place = b.Min(b.Range(0, width, 1), b.Sub(count, 1))
+        chosen = b.Where(single, b.Gather(found, place, axis=1), everything(b))
     return b.function(OBSERVED_OP, overload, inputs, [*outputs, chosen], (*names, *SELECTION_OUTPUTS), list(attributes))
 
 
@@ -110,9 +120,14 @@ def most_attended(
         score = products(t, t.cast(t.slice(state_k, start, stop, 2), FLOAT))
         return t.Pad(score, t.shape(0, t.Sub(t.Add(start, size), stop)), None, [-1])
 
-    stacked = graph.tiles(b, live, ROW_TILE, tile, FLOAT)  # [T, B, H, g, n]
-    score = b.Reshape(b.Transpose(stacked, perm=[1, 2, 3, 0, 4]), [0, 0, 0, -1])
-    score = b.Concat(b.slice(score, [0], live, 3), products(b, k), axis=-1)  # [B, H, g, live + 1]
+    if b.tiled:
+        stacked = graph.tiles(b, live, ROW_TILE, tile, FLOAT)  # [T, B, H, g, n]
+        score = b.Reshape(b.Transpose(stacked, perm=[1, 2, 3, 0, 4]), [0, 0, 0, -1])
+        score = b.slice(score, [0], live, 3)
+    else:
+        live = b.Max(live, [1])
+        score = products(b, b.cast(b.slice(state_k, [0], live, 2), FLOAT))
+    score = b.Concat(score, products(b, k), axis=-1)  # [B, H, g, live + 1]
     if heads.softcap:
         score = b.Mul(b.Tanh(b.Div(score, heads.softcap)), heads.softcap)
     stored = b.Less(b.Unsqueeze(b.Range(0, b.Squeeze(live), 1), [0]), b.Unsqueeze(past, [1]))
@@ -123,6 +138,8 @@ def most_attended(
     row = b.Unsqueeze(b.Range(0, b.Squeeze(b.size(most, 1)), 1), [0])
     compressed = b.Less(row, b.Unsqueeze(graph.encoded(b, past, geometry), [1]))
     score = b.Where(compressed, most, np.float32(-1))
+    if not b.tiled:
+        score = b.Pad(score, [0, 1], np.float32(-1), [-1])  # there is one where nothing is stored yet
     return b.cast(b.several("TopK", 2, score, b.Unsqueeze(width, [0]))[1], INT32)
 
 
@@ -143,5 +160,5 @@ def plan(spec: LayerSpec, state: ir.DataType, observes: Geometry | None = None) 
         outputs=OUTPUTS + (SELECTION_OUTPUTS if observes else ()),
         states={"state_k": (state, shape), "state_v": (state, shape)},
         attributes=attributes,
-        function=lambda overload: function(spec, state, overload, observes),
+        function=lambda b, overload: function(b, spec, state, overload, observes),
     )

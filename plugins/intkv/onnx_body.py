@@ -25,8 +25,8 @@ def tables(codec: LayerCodec) -> dict[str, np.ndarray]:
     return {"center": codec.center.numpy()} if codec.config.mean else {}
 
 
-def plan(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, limit: int = 0) -> NodePlan:
-    """The node of one compressed layer. limit, the longest sequence's tokens, changes nothing here.
+def plan(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, limit: int = 0, int16: bool = True) -> NodePlan:
+    """The node of one compressed layer. The longest sequence's tokens, limit, and int16 change nothing here.
 
     States: ring_k (in the key space) and ring_v, exact; and for either side codes, as bytes (see
     `plugins.intkv.reference.unpacked`), scales and zeros, which have a row per block where keys share them along
@@ -63,7 +63,7 @@ def plan(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, limit: int = 
         outputs=outputs,
         states=states,
         attributes=attributes,
-        function=lambda overload: function(spec, config, state, overload),
+        function=lambda b, overload: function(b, spec, config, state, overload),
     )
 
 
@@ -135,8 +135,7 @@ class Store:
             shape = t.shape(t.size(source, 0), self.heads, 0, width)
             return t.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, np.float32)))
 
-        some = b.Squeeze(b.Greater(count, [0]))
-        units = graph.when(b, some, lambda t: self._units(t, joined, source, width), nothing, FLOAT)
+        units = graph.when_some(b, count, lambda t: self._units(t, joined, source, width), nothing, FLOAT)
         codes, scales, zeros = (
             b.slice(units, first, last, 3)
             for first, last in (
@@ -197,13 +196,13 @@ class Store:
         return b.Reshape(y, [0, 0, -1, self.side.tokens, self.dim])
 
 
-def function(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, overload: str) -> ir.Function:
-    """The body for one set of attributes.
+def function(b: Body, spec: LayerSpec, config: IntKVConfig, state: ir.DataType, overload: str) -> ir.Function:
+    """Writes the body for one set of attributes.
 
     q [B, Hq, S, D], k and v [B, H, S, D] before RoPE; states as in `plan`; past_len and new_len int32 [B]; live int32
     []; enc_src and enc_dst int32 [B, E]; cos and sin [limit, rotary_dim / 2]; center as in `LayerCodec`.
     """
-    b, node = Body(), plan(spec, config, state)
+    node = plan(spec, config, state)
     inputs = graph.named(*node.inputs)
     x = dict(zip(node.inputs, inputs, strict=True))
     geometry, heads, pre_rope = config.geometry(), spec.num_kv_heads, config.key_space == "pre_rope"
@@ -247,7 +246,8 @@ def function(spec: LayerSpec, config: IntKVConfig, state: ir.DataType, overload:
     out = b.CastLike(graph.attention(b, spec, query, key, value, past, new, [seen], compressed), x["q"])
 
     # (b) encode what leaves the window, (c) renew the exact rows
-    source, target = b.cast(x["enc_src"], INT64), b.cast(x["enc_dst"], INT64)
+    unit = max(store.side.tokens for store in stores.values())
+    source, target = graph.schedule(b, x["enc_src"], x["enc_dst"], graph.last_row(b, x["codes_k"]), unit)
     keep = graph.ring_source(b, past, new, geometry.sinks, geometry.ring)
     written = {f"ring_{name}": graph.gather_rows(b, joined[name], keep, heads) for name in "kv"}
     for name in "kv":

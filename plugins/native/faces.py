@@ -15,13 +15,14 @@ from plugins.errors import UserError
 class Face:
     """The ops for one framework, compiled in where its headers are.
 
-    framework: its name. source: in src/. header: what shows the folder of the headers. option, variable: what name that
-    folder. folders: where it is looked for. inside: below each of them and below what was named, too. least: the oldest
-    version that will do, by VERSION_HEADER; () where any does.
+    framework: its name. source: in src/. symbol: what a library with it exports. header: what shows the folder of the
+    headers. option, variable: what name that folder. folders: where it is looked for. inside: below each of them and
+    below what was named, too. least: the oldest version that will do, by VERSION_HEADER; () where any does.
     """
 
     framework: str
     source: str
+    symbol: str
     header: str
     option: str
     variable: str
@@ -33,6 +34,7 @@ class Face:
 ONNXRUNTIME = Face(
     "ONNX Runtime",
     "onnxruntime.cc",
+    "RegisterCustomOps",
     "onnxruntime_c_api.h",
     "--onnxruntime-include",
     "ONNXRUNTIME_INCLUDE_DIR",
@@ -42,6 +44,7 @@ ONNXRUNTIME = Face(
 TENSORRT = Face(
     "TensorRT",
     "tensorrt.cc",
+    "getCreators",
     "NvInferRuntime.h",
     "--tensorrt-include",
     "TENSORRT_INCLUDE_DIR",

@@ -11,13 +11,13 @@ from typing import Any
 from plugins.cache import cache_folder
 from plugins.errors import UserError
 from plugins.native.abi import ABI, Library
+from plugins.native.faces import ONNXRUNTIME, Face
 from plugins.native.nodes import OPS, uncovered
 
 ROOT = Path(__file__).parent
 VARIABLE = "KVPACK_LIBRARY"
 OFF = "none"  # its value for no library at all
 HALF = {"fp16": "float16", "bf16": "bfloat16"}
-REGISTRATION = "RegisterCustomOps"  # what a library compiled with ONNX Runtime's headers exports
 
 
 def default_path() -> Path:
@@ -64,8 +64,9 @@ def choose(config: Mapping[str, Any], library: str | Path | bool | None = None) 
         return None, str(error)
 
 
-def check(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises UserError, with the reason, when the library of `path` does not run every attention of an engine."""
+def check(path: Path, config: Mapping[str, Any], face: Face = ONNXRUNTIME) -> None:
+    """Raises UserError, with the reason, when the library of `path` does not run every attention of an engine by a
+    framework."""
     dtype, kv_dtype = config["dtype"], config["kv_dtype"]
     if dtype != kv_dtype or dtype not in HALF:
         raise UserError(
@@ -75,9 +76,9 @@ def check(path: Path, config: Mapping[str, Any]) -> None:
     if "nodes" not in config:
         raise UserError("this engine does not tell its attentions: build it again")
     opened = Library(path)
-    if not hasattr(opened.handle, REGISTRATION):
+    if not hasattr(opened.handle, face.symbol):
         raise UserError(
-            f"{path} was compiled without ONNX Runtime's headers: run `python -m plugins build --onnxruntime-include`"
+            f"{path} was compiled without {face.framework}'s headers: run `python -m plugins build {face.option}`"
         )
     seen: list[Any] = []
     for node in config["nodes"]:

@@ -91,13 +91,12 @@ class Quantiser:
 
     def encode(self, b: Body, rows: ir.Value) -> ir.Value:
         """rows float32 [B, H, E, D] -> codes int8 [B, H, E, L]. A step without rows costs nothing."""
-        some = b.Squeeze(b.Greater(b.size(rows, 2), [0]))
 
         def nothing(t: Body) -> ir.Value:
             shape = t.shape(t.size(rows, 0), self.spec.num_kv_heads, 0, self.lookups)
             return t.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, np.int8)))
 
-        return graph.when(b, some, lambda t: self._encode(t, rows), nothing, ir.DataType.INT8)
+        return graph.when_some(b, b.size(rows, 2), lambda t: self._encode(t, rows), nothing, ir.DataType.INT8)
 
     def _encode(self, b: Body, rows: ir.Value) -> ir.Value:
         """`encode` for at least one row, by tiles of rows."""
@@ -141,6 +140,11 @@ class Codes:
     layout: str
     side: str
 
+    @property
+    def unit(self) -> int:
+        """Rows that are read and written together."""
+        return TILE_ROWS if self.layout == "tiles" else 1
+
     def read(self, b: Body, state: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
         """Code rows start to stop, int64 [1], whole tiles: [B, heads, n, lookups]."""
         if self.layout == "plain":
@@ -165,8 +169,8 @@ def tables(codec: LayerCodec) -> dict[str, np.ndarray]:
     return {name.replace(".", "_"): tensor.numpy() for name, tensor in codec.tensors().items()}
 
 
-def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0) -> NodePlan:
-    """The node of one compressed layer. limit, the longest sequence's tokens, changes nothing here."""
+def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0, int16: bool = True) -> NodePlan:
+    """The node of one compressed layer. The longest sequence's tokens, limit, and int16 change nothing here."""
     geometry = config.geometry()
     ring = (state, ("batch", spec.num_kv_heads, geometry.dense_rows, spec.head_dim))
     unit = ("code_tiles", TILE_ROWS) if config.layout == "tiles" else ("code_rows", 1)
@@ -187,18 +191,17 @@ def plan(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, limit: int = 0
             "sets": spec.num_kv_heads if config.tables == "head" else 1,
             **{f"{side}_{name}": getattr(config, f"{side}_{name}") for side in "kv" for name in SIDE_ATTRIBUTES},
         },
-        function=lambda overload: function(spec, config, state, overload),
+        function=lambda b, overload: function(b, spec, config, state, overload),
     )
 
 
-def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: str) -> ir.Function:
-    """The body for one set of attributes.
+def function(b: Body, spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: str) -> ir.Function:
+    """Writes the body for one set of attributes.
 
     q [B, Hq, S, D], k and v [B, H, S, D] before RoPE; ring_k (in the codec's key space) and ring_v
     [B, H, sinks + ring, D]; codes int8 as in `Codes`; past_len and new_len int32 [B]; live int32 [];
     enc_src and enc_dst int32 [B, E]; cos and sin [limit, rotary_dim / 2]; tables as in `Quantiser`.
     """
-    b = Body()
     geometry, pre_rope = config.geometry(), config.key_space == "pre_rope"
     inputs = graph.named(*INPUTS)
     q, k, v, ring_k, ring_v, codes_k, codes_v, past_len, new_len, live, enc_src, enc_dst, cos, sin = inputs[:14]
@@ -238,11 +241,12 @@ def function(spec: LayerSpec, config: VQKVConfig, state: ir.DataType, overload: 
         return sides[1].vectors(t, sums[0])
 
     asked, offset = (query, None) if pre_rope else sides[0].query(b, query)
-    found = graph.summarise(b, spec, asked, count, build, finish, [spec.head_dim], offset=offset)
+    found = graph.summarise(b, spec, asked, count, build, finish, [spec.head_dim], offset=offset, unit=stores[0].unit)
     out = b.CastLike(graph.attention(b, spec, query, key, value, past, new, [seen], found), q)
 
     # (b) encode what leaves the window, (c) renew the exact rows
-    source, target = b.cast(enc_src, INT64), b.cast(enc_dst, INT64)
+    trash = b.Mul(graph.last_row(b, codes_k), stores[0].unit)
+    source, target = graph.schedule(b, enc_src, enc_dst, trash, stores[0].unit)
     code_states = [
         codes.write(b, old, target, side.encode(b, b.cast(graph.gather_rows(b, x, source, kv), FLOAT)))
         for codes, old, x, side in zip(stores, (codes_k, codes_v), joined, sides, strict=True)
