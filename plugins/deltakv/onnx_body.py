@@ -163,8 +163,9 @@ class _Writer:
             selected = x["selected"] if b.tiled else b.Pad(x["selected"], [0, 1], None, [-1])  # never empty
             count = b.size(x["selected"], 1)
         pool = self.pool(b, b.slice(joined, 0, geometry.sinks, 2), x, live)
-        matrix = b.Transpose(b.Reshape(x["decompress"], [0, 2 * h, d]), perm=[1, 0, 2])  # [2 H, latent_dim, D]
-        to_key, to_value = (b.Unsqueeze(b.slice(matrix, side * h, (side + 1) * h, 0), [0]) for side in (0, 1))
+        to_key = b.slice(x["decompress"], 0, h * d, 1)  # [latent_dim, H D]
+        to_value = b.Reshape(b.slice(x["decompress"], h * d, 2 * h * d, 1), [0, h, d])
+        to_value = b.Unsqueeze(b.Transpose(to_value, perm=[1, 0, 2]), [0])  # [1, H, latent_dim, D]
 
         def build(t: Body, start: ir.Value, stop: ir.Value) -> tuple[ir.Value, list[ir.Value], ir.Value]:
             names = [name for name in ("latents", "scales", "index") if name in x]
@@ -182,7 +183,8 @@ class _Writer:
             if not t.tiled:  # the row that is built where there are none may be one that this step writes
                 index = t.Min(index, t.Sub(t.size(pool, 2), [1]))
             mean = self.mean(t, pool, index)
-            key = t.Add(t.MatMul(z, to_key), self.heads(t, mean, 0))
+            # Not z [B, 1, ...] times [1, H, ...]: where B = H, ONNX Runtime on CUDA pairs up what it should spread.
+            key = t.Add(self.heads(t, t.MatMul(z, to_key), 0), self.heads(t, mean, 0))
             return self.rotated(t, key, t.Add(row, geometry.sinks)), [z, self.heads(t, mean, 1)], visible
 
         def finish(t: Body, sums: list[ir.Value]) -> ir.Value:
