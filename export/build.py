@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -218,9 +219,19 @@ def _codec(options: BuildOptions, loaded: LoadedModel) -> Codec:
     identity = {"kvpack": KVPACK, "model": loaded.sha256, "fit": fit_identity(options.request, loaded)}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     out = cache_folder() / "codecs" / key
-    if not (out / codecs.DESCRIPTION).is_file():
-        fit_for(options.request, loaded, out, options.progress, lambda config: config.check_exportable())
+    with _alone(out):
+        if not (out / codecs.DESCRIPTION).is_file():
+            fit_for(options.request, loaded, out, options.progress, lambda config: config.check_exportable())
     return codecs.load(out)
+
+
+@contextmanager
+def _alone(out: Path):
+    """While another build fits the same codec, wait for it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _quality(

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from calib import codec as codecs
 from calib import models
-from export import verify
+from export import build, verify
 from export.cli import main
 from plugins.contract import bytes_at
 from plugins.deltakv.config import DeltaKVConfig
@@ -241,6 +243,21 @@ def test_a_codec_of_another_model_is_refused(
         capsys, "build", "--model", workshop / "model", "--codec", tmp_path / "codec", "--out", tmp_path / "engine"
     )
     assert "fitted for" in said
+
+
+def test_builds_at_once_fit_a_codec_one_after_the_other(tmp_path: Path) -> None:
+    inside, seen = [], []
+
+    def fit(number: int) -> None:
+        with build._alone(tmp_path / "codecs" / "key"):
+            inside.append(number)
+            time.sleep(0.1)
+            seen.append(len(inside))
+            inside.remove(number)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(fit, range(3)))
+    assert seen == [1, 1, 1]
 
 
 def test_a_failed_check_fails_the_build_and_leaves_no_engine(
