@@ -338,10 +338,10 @@ def _prove(
     model, checks, unverified = options.model or "smollm2", [], None
     artefact = Artefact.open(folder)
     if options.provider == "cpu" and "bf16" in (options.dtype, options.kv_dtype):
-        check = f"python -m export verify {options.out} --model {model}"
+        command = f"python -m export verify {options.out} --model {model}"
         if options.backend == ONNXRUNTIME:
-            check += " --provider cuda"
-        unverified = f"bf16 runs on a GPU only: check it there with `{check}`"
+            command += " --provider cuda"
+        unverified = f"bf16 runs on a GPU only: check it there with `{command}`"
     else:
         say("Checking the engine against the model")
         with Engine.open(folder, provider=options.provider) as engine:
