@@ -188,8 +188,10 @@ def _check_plan(options: BuildOptions, loaded: LoadedModel, codec: Codec | None)
 
 def _check_disk(loaded: LoadedModel, options: BuildOptions, folder: Path) -> None:
     size = {"fp32": 4, "fp16": 2, "bf16": 2}[options.dtype]
-    copies = 1.1 if options.backend == ONNXRUNTIME else 2.2  # of the weights: in the graph, and in the plan
-    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * copies) + (64 << 20)
+    copies = 1  # of the weights: in the graph, and for each profile in the form that suits it
+    if options.backend in PACKAGES:
+        copies += len(options.plan.profiles(options.backend, _max_length(options, loaded)))
+    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * copies * 1.1) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
