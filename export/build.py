@@ -189,8 +189,10 @@ def _check_plan(options: BuildOptions, loaded: LoadedModel, codec: Codec | None)
 
 def _check_disk(loaded: LoadedModel, options: BuildOptions, folder: Path) -> None:
     size = {"fp32": 4, "fp16": 2, "bf16": 2}[options.dtype]
-    copies = 1.1 if options.backend == ONNXRUNTIME else 2.2  # of the weights: in the graph, and in the plan
-    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * copies) + (64 << 20)
+    copies = 1  # of the weights: in the graph, and for each profile in the form that suits it
+    if options.backend in PACKAGES:
+        copies += len(options.plan.profiles(options.backend, _max_length(options, loaded)))
+    needed = int(sum(p.numel() for p in loaded.model.parameters()) * size * copies * 1.1) + (64 << 20)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -349,10 +351,10 @@ def _prove(
     model, checks, unverified = options.model or "smollm2", [], None
     artefact = Artefact.open(folder)
     if options.provider == "cpu" and "bf16" in (options.dtype, options.kv_dtype):
-        unverified = (
-            f"bf16 runs on a GPU only: check it there with `python -m export verify {options.out} --model {model} "
-            "--provider cuda`"
-        )
+        command = f"python -m export verify {options.out} --model {model}"
+        if options.backend == ONNXRUNTIME:
+            command += " --provider cuda"
+        unverified = f"bf16 runs on a GPU only: check it there with `{command}`"
     else:
         say("Checking the engine against the model")
         with Engine.open(folder, provider=options.provider) as engine:

@@ -21,7 +21,7 @@ from trt_plugins import compiled
 from export.cli import main
 from export.inspect import describe
 from export.show import show_description
-from export.tensorrt import builder, layers, options, plan
+from export.tensorrt import builder, layers, options, plan, process
 from export.tensorrt.graph import write_graph
 from export.tensorrt.options import PlanOptions, Profile
 from export.tensorrt.packages import PACKAGES
@@ -342,6 +342,17 @@ def test_a_missing_or_unfit_package_is_refused_with_what_installs_it(
     with pytest.raises(UserError) as refused:
         PACKAGES["tensorrt"].load()
     assert reason in str(refused.value) and 'pip install "kvpack[tensorrt]"' in str(refused.value)
+
+
+def test_a_library_that_ends_its_process_is_an_error_of_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -ABRT $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(UserError, match="ended its process .SIGABRT. instead of giving a reason"):
+        process.ask("build", {})
 
 
 def test_options_of_plans_import_nothing_heavy() -> None:

@@ -31,8 +31,8 @@ def build(request: Mapping[str, Any], step: Step = lambda *_: None) -> dict[str,
     """Write the plan that a request describes and return what is known of it, as JSON.
 
     request: backend; graph, plan: files; inputs, outputs: the tensor contract (`TensorSpec.to_json`); geometry, limit
-    and profiles, as config.json has them; sm: compute capabilities or ["current"]; flags: names of BuilderFlag;
-    hardware_compatible; library: a plugin library or null; timing_cache: a file or null.
+    and profiles, as config.json has them; sm: compute capabilities; flags: names of BuilderFlag; hardware_compatible;
+    library: a plugin library or null; timing_cache: a file or null.
     Returns version, tensors (of the plan, see `layers.tensors`), layers (kinds and how many), states (see
     `layers.states`), memory (bytes, as TensorRT tells), warnings, seconds and bytes.
     Raises UserError for a graph or an option that the package refuses, PlanError when it fails.
@@ -46,7 +46,7 @@ def build(request: Mapping[str, Any], step: Step = lambda *_: None) -> dict[str,
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     _parse(trt, network, log, request["graph"])
     specs = [TensorSpec.from_json(entry) for entry in (*request["inputs"], *request["outputs"])]
-    _check_tensors(trt, package, network, specs)
+    _check_tensors(network, specs)
     config = builder.create_builder_config()
     _configure(trt, package, config, request)
     _add_profiles(builder, network, config, specs, request)
@@ -146,7 +146,7 @@ def _tensors(network: Any) -> list[dict[str, Any]]:
     return [{"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)} for tensor in found]
 
 
-def _check_tensors(trt: ModuleType, package: Package, network: Any, specs: Sequence[TensorSpec]) -> None:
+def _check_tensors(network: Any, specs: Sequence[TensorSpec]) -> None:
     """Raises PlanError unless the network's tensors are the contract's."""
     found = {tensor["name"]: tensor for tensor in _tensors(network)}
     wanted = {spec.name: spec for spec in specs}
@@ -176,8 +176,7 @@ def _configure(trt: ModuleType, package: Package, config: Any, request: Mapping[
     if not package.plugins:
         config.num_compute_capabilities = len(request["sm"])
         for number, name in enumerate(request["sm"]):
-            target = "CURRENT" if name == "current" else f"SM{name.replace('.', '')}"
-            config.set_compute_capability(getattr(trt.ComputeCapability, target), number)
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{name.replace('.', '')}"), number)
     if request["timing_cache"]:
         path = Path(request["timing_cache"])
         data = path.read_bytes() if path.is_file() else b""
