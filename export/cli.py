@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="repeat the build's checks on an engine")
     verify.add_argument("engine", type=Path)
     verify.add_argument("--model", help="also compare with this model, the one the engine was built from")
-    verify.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="where to run it (default: cpu)")
+    verify.add_argument("--provider", choices=("cpu", "cuda"), help="where to run it (default: cpu; cuda for a plan)")
     verify.add_argument("--json", action="store_true")
     verify.set_defaults(run=_verify)
 
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         help="UTF-8 texts; the first one is also what strings are hidden in (default: the topics of Python's help())",
     )  # fmt: skip
     evaluate.add_argument("--seed", type=int, default=0)
-    evaluate.add_argument("--provider", choices=("cpu", "cuda"), default="cpu", help="of engines (default: cpu)")
+    evaluate.add_argument("--provider", choices=("cpu", "cuda"), help="of engines (default: cpu; cuda for plans)")
     evaluate.add_argument("--threads", type=int, help="for one step")
     evaluate.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of results and report")
     evaluate.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -105,9 +105,13 @@ class PlanOptions:
             raise UserError(f"--target {','.join(targets)} names one twice: leave it out")
         return [f"{target[3:-1]}.{target[-1]}" for target in targets]
 
-    def flags(self) -> list[str]:
-        """Names of TensorRT's BuilderFlag."""
-        wanted = {"VERSION_COMPATIBLE": self.version_compatible, "STRIP_PLAN": self.strip_weights}
+    def flags(self, backend: str) -> list[str]:
+        """Names of TensorRT's BuilderFlag. TensorRT-RTX captures steps of such plans alone as allocate nothing."""
+        wanted = {
+            "VERSION_COMPATIBLE": self.version_compatible,
+            "STRIP_PLAN": self.strip_weights,
+            "REQUIRE_USER_ALLOCATION": not PACKAGES[backend].plugins,
+        }
         return [name for name, on in wanted.items() if on]
 
     def profiles(self, backend: str, limit: int) -> list[Profile]:

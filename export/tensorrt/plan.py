@@ -53,7 +53,7 @@ def make(folder: Path, config: dict[str, Any], backend: str, options: PlanOption
         "limit": limit,
         "profiles": profiles,
         "sm": sm,
-        "flags": options.flags(),
+        "flags": options.flags(backend),
         "hardware_compatible": options.hardware_compatible,
         "library": str(folder / PLUGINS) if library else None,
         "timing_cache": str(timing_cache(sm)) if package.plugins else None,
