@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ METHODS: dict[str, Any] = {
     "deltakv": lambda dim: DeltaKVConfig(dim, 2, "24x8+16x4", stride=3, **EXACT),
     "selecting": lambda dim: DeltaKVConfig(dim, 2, "24x8+16x4", stride=3, select_fraction=0.4, **EXACT),
 }
+OBSERVERS = {"gemma2": (1,), "gemma3": (2,)}  # the first layer that does not slide
 CASES = [("llama", method) for method in METHODS] + [("qwen2", method) for method in METHODS if method != "selecting"]
 TRT = {"INT64": "int64", "INT32": "int32", "INT8": "int8", "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
@@ -52,7 +54,10 @@ def engine(folder: Path, family: str, method: str, backend: str = "tensorrt-rtx"
     """The graph of an engine whose plan is to be made; returns what `make_engine` does."""
     options = {"backend": backend, "dtype": "fp16", "kv_dtype": "fp16"} | changes.pop("options", {})
     settings = {"num_hidden_layers": 2, "head_dim": dim, "max_position_embeddings": 1024} | changes
-    return make_engine(folder, family, METHODS[method](dim), options, **settings)
+    config = METHODS[method](dim)
+    if method == "selecting" and family in OBSERVERS:
+        config = replace(config, full_layers=OBSERVERS[family])
+    return make_engine(folder, family, config, options, **settings)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
