@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from calib.request import FitRequest
 from plugins.errors import UserError
-from runtime.artefact import FORMAT, write_config
+from runtime.artefact import FORMAT, Artefact, write_config
 
+from .inspect import memory_table
 from .tensorrt.options import PlanOptions, check_selection
 from .tensorrt.packages import PACKAGES
 
@@ -97,6 +98,8 @@ def build(options: BuildOptions, say: Callable[[str], None] = lambda _: None) ->
                 "the plan was not run where it was built: check it on its GPU with "
                 f"`python -m export verify {options.out} --model {options.model or 'smollm2'}`"
             )
+            write_config(folder, config)
+            report["memory"] = memory_table(Artefact.open(folder, verify=False))  # some plans hold the cache twice
         (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         write_config(folder, config)
     return report
@@ -343,10 +346,8 @@ def _prove(
     """
     from calib.texts import default_text
     from runtime import Engine
-    from runtime.artefact import Artefact
 
     from . import verify
-    from .inspect import memory_table
 
     model, checks, unverified = options.model or "smollm2", [], None
     artefact = Artefact.open(folder)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_artefact as tiny
+from tiny_artefact import decode_all, prompt
 
 from plugins.contract import TensorSpec, state_sizes
 from plugins.errors import UserError
@@ -123,16 +124,6 @@ def engine(folder: Path) -> Iterator[Engine]:
         )
         with Engine(opened.artefact, backend) as faked:
             yield faked
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, tiny.VOCAB, length).tolist()
-
-
-def decode_all(session: Any, tokens: list[int], start: int) -> None:
-    expected = tiny.reference(tokens)
-    for position in range(start, len(tokens)):
-        np.testing.assert_array_equal(session.decode([tokens[position]])[0], expected[position])
 
 
 def test_captured_steps_give_the_logits_of_the_reference_across_blocks_and_growth(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_artefact as tiny
+from tiny_artefact import prompt
 
 from plugins.contract import CAPACITY_STEP, TensorSpec, bytes_at
 from plugins.errors import UserError
@@ -28,10 +29,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tiny.make(tmp_path_factory.mktemp("e"), geometry=KINDS[request.param], max_length=LIMIT)
     with Engine.open(folder, threads=1) as opened:
         yield opened
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, tiny.VOCAB, length).tolist()
 
 
 @pytest.mark.parametrize("first", [1, 2, 6, 7, 8, 9, 10, 11, 31, 32, 33, 255, 256, 257])

@@ -20,6 +20,7 @@ import pytest
 import tiny_artefact as tiny
 from engines import make_engine
 from fake_plans import FakeTensorRT, Gpu, make_plan
+from tiny_artefact import decode_all, prompt
 
 from export.verify import verify
 from plugins.contract import TensorSpec
@@ -104,16 +105,6 @@ def change(folder: Path, **target: Any) -> Path:
     config = {key: value for key, value in config.items() if key not in ("files", "digest")}
     write_config(folder, config | {"target": config["target"] | target})
     return folder
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, tiny.VOCAB, length).tolist()
-
-
-def decode_all(session: Any, tokens: list[int], start: int) -> None:
-    expected = tiny.reference(tokens)
-    for position in range(start, len(tokens)):
-        np.testing.assert_array_equal(session.decode([tokens[position]])[0], expected[position])
 
 
 # -- the same as with ONNX Runtime

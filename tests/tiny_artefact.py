@@ -358,3 +358,14 @@ def make(folder: Path, *, geometry: Geometry | None = None, max_length: int = 81
         },
     )  # fmt: skip
     return folder
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def decode_all(session: Any, tokens: list[int], start: int) -> None:
+    """Decode tokens[start:], each beside its reference."""
+    expected = reference(tokens)
+    for position in range(start, len(tokens)):
+        np.testing.assert_array_equal(session.decode([tokens[position]])[0], expected[position])
