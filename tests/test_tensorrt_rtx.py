@@ -199,19 +199,27 @@ def parse(*arguments: Path) -> str:
 @pytest.mark.parametrize("method", OPS)
 def test_the_real_parser_makes_the_real_plugins_of_a_graph_for_tensorrt(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "engine"
-    engine(folder, "llama", method, backend="tensorrt", dim=64)
-    write_graph(folder / "model.onnx", folder / "plan.onnx", plugins=True)
-    graph = onnx.load(folder / "plan.onnx", load_external_data=False)
-    ours = [node.op_type for node in graph.graph.node if node.domain == DOMAIN]
-    assert OPS[method] <= set(ours) and not graph.functions
-    refused = re.findall(r"^refused: (\w+)$", parse(folder / "plan.onnx"), re.MULTILINE)
-    assert refused == ours  # without the library there are no such plugins; all else it takes
+    graph, ours = all_but_plugins_parse(folder, "llama", method)
+    assert OPS[method] <= set(ours)
     for op in OPS[method]:
         alone = folder / "alone.onnx"
         onnx.save(one_node(graph, op), alone)
         told = parse(alone, compiled(emulated().path))
         assert f"Searching for plugin: {op}, plugin_version: 1, plugin_namespace: {DOMAIN}" in told
         assert f"Successfully created plugin: {op}" in told, told[-600:]
+
+
+def all_but_plugins_parse(folder: Path, family: str, method: str, **changes: Any) -> tuple[onnx.ModelProto, list[str]]:
+    """The graph for tensorrt of a model, of which the parser refuses, without the library, the plugins alone; and those
+    plugins' ops."""
+    engine(folder, family, method, backend="tensorrt", dim=64, **changes)
+    write_graph(folder / "model.onnx", folder / "plan.onnx", plugins=True)
+    graph = onnx.load(folder / "plan.onnx", load_external_data=False)
+    ours = [node.op_type for node in graph.graph.node if node.domain == DOMAIN]
+    assert sum(op.endswith("Attention") for op in ours) == changes.get("num_hidden_layers", 2) and not graph.functions
+    refused = re.findall(r"^refused: (\w+)$", parse(folder / "plan.onnx"), re.MULTILINE)
+    assert refused == ours
+    return graph, ours
 
 
 def one_node(graph: onnx.ModelProto, op: str) -> onnx.ModelProto:
@@ -229,14 +237,27 @@ def one_node(graph: onnx.ModelProto, op: str) -> onnx.ModelProto:
 # -- every family, and the built-in model whole
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: {"num_hidden_layers": 4}
+    for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "smollm3")
+}
+FAMILIES["mistral"] |= {"sliding_window": None}  # otherwise all its layers slide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_real_parser_takes_all_but_the_plugins_of_every_family(tmp_path: Path, family: str, method: str) -> None:
+    all_but_plugins_parse(tmp_path / "engine", family, method, **FAMILIES[family])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", ["sm_80", "sm_89", "sm_120"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "smollm3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_and_method_becomes_a_plan(tmp_path: Path, family: str, method: str, sm: str) -> None:
     folder = tmp_path / "engine"
-    changes = {"sliding_window": None} if family == "mistral" else {}  # otherwise all its layers slide
-    engine(folder, family, method, num_hidden_layers=4, **changes)
+    engine(folder, family, method, **FAMILIES[family])
     told, _ = made(folder, PlanOptions(targets=(sm,)))
     assert told["bytes"] > 1 << 20
 
