@@ -14,7 +14,7 @@ from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
 from runtime.backend import Answer, Feeds, RunError
 from runtime.external import check_external_data
-from runtime.replay import Kind, Numbers, Recorded, Replays
+from runtime.replay import Kind, Numbers, Recorded, Replays, is_decode
 
 if TYPE_CHECKING:
     from runtime.device import Memory
@@ -130,8 +130,7 @@ class OnnxSteps:
     def _recorded(self, feeds: Feeds) -> Recorded | None:
         """The captured step, or the one to capture now, that does what these feeds ask; None: there is none."""
         backend, state = self.backend, self.state
-        single = feeds["tokens"].shape[1] == 1 and feeds["logit_index"].shape[1] == 1
-        if backend.graphs is None or not single:
+        if backend.graphs is None or not is_decode(feeds):
             return None
         try:
             if self._replays is None:

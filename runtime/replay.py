@@ -58,6 +58,11 @@ class Numbers:
         self.used -= 1
 
 
+def is_decode(feeds: Mapping[str, np.ndarray]) -> bool:
+    """Whether a step appends one token per sequence and gives one row of logits: no other is captured."""
+    return feeds["tokens"].shape[1] == 1 and feeds["logit_index"].shape[1] == 1
+
+
 def room(count: int, most: int) -> int:
     """Rows that a captured step has room for: few sizes, so that few graphs are captured as `count` grows."""
     step = max(SELECT_STEP, 1 << max(count - 1, 1).bit_length() >> 3)

@@ -23,7 +23,7 @@ from runtime.backend import Answer, Feeds, RunError
 from runtime.context import Context, KernelCache, Place, Room
 from runtime.device import ALIGNMENT, Block, side_by_side
 from runtime.plan import Loaded, Profile, load, names_of, profiles_of
-from runtime.replay import Kind, Numbers, Recorded, Replays
+from runtime.replay import Kind, Numbers, Recorded, Replays, is_decode
 
 if TYPE_CHECKING:
     from runtime.state import State
@@ -92,13 +92,6 @@ class TensorRT:
             self._contexts[profile.index] = Context(self, profile)
         return self._contexts[profile.index]
 
-    def profile(self, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, int]) -> Profile:
-        """The first that holds a step. Raises UserError."""
-        for profile in self.profiles:
-            if profile.holds(shapes, values):
-                return profile
-        raise self.no_profile(shapes, values)
-
     def no_profile(self, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, int]) -> UserError:
         nearest = min((profile.outside(shapes, values) for profile in self.profiles), key=len)
         return UserError(
@@ -154,6 +147,7 @@ class PlanSteps:
         self._names = {s.role: s.name for s in artefact.inputs if s.role != "state" and s.name in there}
         self._logits = next(spec.name for spec in artefact.outputs if spec.role == "logits")
         self._binding = object()
+        self._held: tuple[int, list[Profile]] = (-1, [])  # a capacity, and the profiles that hold such a state
         self._replays: Replays | None = None
         self._running = threading.Event()
         self._stop = threading.Event()
@@ -170,10 +164,8 @@ class PlanSteps:
         raise self.backend.no_profile(self._state_shapes(capacity), {})
 
     def most(self) -> tuple[int, int]:
-        shapes = self._state_shapes(self.state.capacity)
         tokens, picks = self._names["tokens"], self._names.get("logit_index")
-        fit = [profile for profile in self.backend.profiles if profile.holds(shapes)]
-        largest = max(fit or self.backend.profiles, key=lambda profile: profile.shapes[tokens][1][1])
+        largest = max(self._holding() or self.backend.profiles, key=lambda profile: profile.shapes[tokens][1][1])
         width = largest.shapes[tokens][1][1]
         return width, largest.shapes[picks][1][1] if picks else width
 
@@ -189,18 +181,17 @@ class PlanSteps:
             self._stop.set()
 
     def run(self, parts: Sequence[Feeds], watch: bool) -> list[Answer]:
-        for feeds in parts:  # all of them, before anything is written
-            self._profile(feeds)
+        profiles = [self._profile(feeds) for feeds in parts]  # all of them, before anything is written
         if len(parts) > 1:
             self.backend.tell_parts(parts[0]["tokens"].shape[1])
         answers: list[Answer] = []
         self._stop.clear()
         self._running.set()
         try:
-            for feeds in parts:
+            for feeds, profile in zip(parts, profiles, strict=True):
                 if self._stop.is_set():
                     raise RunError("interrupted", begun=bool(answers), interrupted=True)
-                answers.append(self._run(feeds, watch))
+                answers.append(self._run(feeds, profile, watch))
                 self._swap()
         except (RunError, UserError, MemoryError, RuntimeError) as error:
             if not isinstance(error, RunError):  # of the driver, or TensorRT's own
@@ -223,21 +214,36 @@ class PlanSteps:
         sizes = state_sizes(capacity, artefact.geometry, self.state.batch)
         return {spec.name: spec.dims(sizes) for spec in artefact.states}
 
-    def _profile(self, feeds: Feeds) -> Profile:
-        shapes = {name: feeds[role].shape for role, name in self._names.items()}
-        shapes |= self._state_shapes(self.state.capacity)
-        values = {name: int(feeds[r]) for r, name in self._names.items() if name in self.backend.on_host}
-        return self.backend.profile(shapes, values)
+    def _holding(self) -> list[Profile]:
+        """The profiles that hold the state as it is."""
+        capacity = self.state.capacity
+        if self._held[0] != capacity:
+            shapes = self._state_shapes(capacity)
+            self._held = capacity, [profile for profile in self.backend.profiles if profile.holds(shapes)]
+        return self._held[1]
 
-    def _run(self, feeds: Feeds, watch: bool) -> Answer:
+    def _profile(self, feeds: Feeds) -> Profile:
+        """The one for a step. Raises UserError."""
+        shapes = {name: feeds[role].shape for role, name in self._names.items()}
+        values = {name: int(feeds[r]) for r, name in self._names.items() if name in self.backend.on_host}
+        return self._first(shapes, values)
+
+    def _first(self, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, int]) -> Profile:
+        """The first profile that holds the state and such other inputs. Raises UserError."""
+        for profile in self._holding():
+            if profile.holds(shapes, values):
+                return profile
+        raise self.backend.no_profile({**shapes, **self._state_shapes(self.state.capacity)}, values)
+
+    def _run(self, feeds: Feeds, profile: Profile, watch: bool) -> Answer:
         recorded = None if watch else self._recorded(feeds)
         logits = None if recorded is None else self._replayed(recorded, feeds)
-        return self._plain_run(feeds, watch) if logits is None else (logits, {})
+        return self._plain_run(feeds, profile, watch) if logits is None else (logits, {})
 
-    def _plain_run(self, feeds: Feeds, watch: bool) -> Answer:
+    def _plain_run(self, feeds: Feeds, profile: Profile, watch: bool) -> Answer:
         """Logits, float32 [B, P, V], and the rows that observing layers chose when they are watched."""
         backend = self.backend
-        context = backend.context(self._profile(feeds))
+        context = backend.context(profile)
         context.bind(self.state, self._binding)
         offsets, end = side_by_side({role: (feeds[role].dtype, feeds[role].shape) for role in self._names})
         backend.inputs.reserve(end)
@@ -277,8 +283,7 @@ class PlanSteps:
     def _recorded(self, feeds: Feeds) -> Recorded | None:
         """The captured step, or the one to capture now, that does what these feeds ask; None: there is none."""
         backend, state = self.backend, self.state
-        single = feeds["tokens"].shape[1] == 1 and feeds["logit_index"].shape[1] == 1
-        if backend.graphs is None or not single:
+        if backend.graphs is None or not is_decode(feeds):
             return None
         try:
             if self._replays is None:
@@ -305,14 +310,14 @@ class PlanSteps:
             inputs[name] = (), (numbers.host.ctypes.data if name in backend.on_host else numbers.address) + offset
             if name in backend.on_host:
                 values[name] = value
-        shapes = {name: dims for name, (dims, _) in inputs.items()} | self._state_shapes(self.state.capacity)
+        shapes = {name: dims for name, (dims, _) in inputs.items()}
         tensors = self._answers((self.state.batch, 1), kind.selected)
         del tensors[self._logits]
         places, end = side_by_side(tensors)
         scratch = Block(backend.memory, max(end, 1))
         outputs = {name: (tensors[name][1], scratch.address + offset) for name, offset in places.items()}
         outputs[self._logits] = replays.logits_shape, replays.logits.address
-        context = Context(backend, backend.profile(shapes, values), captured=True)
+        context = Context(backend, self._first(shapes, values), captured=True)
         context.bind(self.state, self._binding)
         recorded = Recorded(number, Captured(context, numbers, inputs, outputs, values, scratch))
         weakref.finalize(recorded, backend.graphs.give_back)

@@ -402,11 +402,11 @@ def test_a_prompt_that_fails_in_a_later_part_breaks_a_cache_that_it_wrote_to(
     tokens = prompt(230)
     run, calls = PlanSteps._run, []
 
-    def third_fails(self: PlanSteps, feeds: Any, watch: bool) -> Any:
+    def third_fails(self: PlanSteps, feeds: Any, *rest: Any) -> Any:
         calls.append(feeds["tokens"].shape[1])
         if len(calls) == 3:
             raise MemoryError("the GPU is out of memory")
-        return run(self, feeds, watch)
+        return run(self, feeds, *rest)
 
     with engine.session() as session:
         session.prefill(tokens[:10])
@@ -425,9 +425,9 @@ def test_an_interrupt_ends_a_long_prompt_between_its_parts(engine: Engine, monke
     with engine.session() as session:
         session.interrupt()  # nothing runs: nothing happens
 
-        def interrupted(self: PlanSteps, feeds: Any, watch: bool) -> Any:
+        def interrupted(self: PlanSteps, feeds: Any, *rest: Any) -> Any:
             session.interrupt()
-            return run(self, feeds, watch)
+            return run(self, feeds, *rest)
 
         with monkeypatch.context() as patch, pytest.raises(Interrupted, match="200 tokens to 0 was interrupted"):
             patch.setattr(PlanSteps, "_run", interrupted)

@@ -12,14 +12,12 @@ from typing import Any
 from plugins.contract import TensorSpec
 from plugins.errors import UserError
 from plugins.geometry import Geometry
+from runtime.plan import DTYPES
 
 from . import layers
 from .options import Profile, shapes
 from .packages import PACKAGES, Package
 
-DTYPES = {
-    "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "int32": "INT32", "int64": "INT64",
-}  # fmt: skip
 Step = Callable[[str, int, int], None]  # phase, steps ended, steps in all (0: it ended)
 
 
@@ -159,7 +157,7 @@ def _check_tensors(network: Any, specs: Sequence[TensorSpec]) -> None:
         fits = len(shape) == len(tensor["shape"]) and all(
             -1 in (a, b) or a == b for a, b in zip(shape, tensor["shape"], strict=True)
         )
-        if tensor["dtype"] != DTYPES[spec.dtype] or not fits:
+        if DTYPES.get(tensor["dtype"]) != spec.dtype or not fits:
             raise PlanError(
                 f"{name} is {tensor['dtype']} {tensor['shape']} in the network, not {spec.dtype} {list(spec.shape)}"
             )

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 
 from plugins.errors import UserError
+from runtime.plan import MODULES
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,6 @@ class Package:
 
 
 PACKAGES = {
-    "tensorrt": Package("tensorrt", ("tensorrt",), "tensorrt", (10, 14), (12,), True, (512, 8192)),
-    "tensorrt-rtx": Package(
-        "tensorrt-rtx", ("tensorrt_rtx", "tensorrt_rtx_bindings"), "tensorrt-rtx", (1, 7), (2,), False, (512,)
-    ),
+    "tensorrt": Package("tensorrt", MODULES["tensorrt"][0], "tensorrt", (10, 14), (12,), True, (512, 8192)),
+    "tensorrt-rtx": Package("tensorrt-rtx", MODULES["tensorrt-rtx"][0], "tensorrt-rtx", (1, 7), (2,), False, (512,)),
 }

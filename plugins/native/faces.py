@@ -53,16 +53,13 @@ TENSORRT = Face(
     (10, 3),  # plugins whose outputs are aliases of inputs
 )
 VERSION_HEADER = "NvInferVersion.h"
-ROOT = Path(__file__).parent
 
 
 def find_headers(face: Face, given: str | Path | None = None) -> Path | None:
     """The folder of a face's headers: the one given, its variable's or a system folder; None: nowhere.
 
-    None also where this kvpack does not have the face. Raises UserError when it is not where it was said, or too old.
+    Raises UserError when it is not where it was said, or too old.
     """
-    if not (ROOT / "src" / face.source).is_file():
-        return None
     for name, value in {face.option: given, face.variable: os.environ.get(face.variable)}.items():
         if value:
             for folder in _holders(face, value):
