@@ -44,12 +44,31 @@ class Loaded(NamedTuple):
     name: str
 
 
+def package(backend: str) -> tuple[Any, str]:
+    """The Python module of a backend, and what it is called. Raises UserError."""
+    names, title = MODULES[backend]
+    for name in names:
+        try:
+            return import_module(name), title
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise UserError(f"{title} needs the package {error.name}: {install(backend)}.") from None
+        except (ImportError, OSError) as error:  # its libraries
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{title} is installed but does not load ({reason}): install its libraries.") from None
+    raise UserError(f"{title} is not installed: {install(backend)}.")
+
+
+def install(backend: str) -> str:
+    return f"pip install 'kvpack[{backend}]'"
+
+
 def load(artefact: Artefact, library: str | Path | bool | None) -> Loaded:
     """The artefact's plan; library as for `Engine.open`. Raises UserError."""
     target = artefact.config["target"]
     backend = target["backend"]
     path, plugins = artefact.path / _file(artefact, target.get("plan")), _plugins(artefact, library)
-    module, title = _module(backend)
+    module, title = package(backend)
     memory = device()
     capability = memory.capability()
     wanted = [AMPERE_PLUS] if target.get("hardware_compatible") else target.get("sm", [ANY_GPU])
@@ -150,20 +169,6 @@ def _logger(module: Any) -> Any:
             return told
 
     return Logger()
-
-
-def _module(backend: str) -> tuple[Any, str]:
-    """The Python module of a backend, and what it is called. Raises UserError."""
-    names, title = MODULES[backend]
-    for name in names:
-        try:
-            return import_module(name), title
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise UserError(f"{title} needs the package {error.name}: pip install 'kvpack[{backend}]'.") from None
-        except (ImportError, OSError) as error:
-            raise UserError(f"{title} is installed but does not load ({error}): install its libraries.") from None
-    raise UserError(f"{title} is not installed: pip install 'kvpack[{backend}]'.")
 
 
 def _plugins(artefact: Artefact, library: str | Path | bool | None) -> Path | None:

@@ -330,7 +330,7 @@ def test_a_missing_or_unfit_plugin_library_is_refused(
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        (None, "needs the package tensorrt: "),
+        (None, "TensorRT is not installed: "),
         ("10.3.0", "from 10.14 on, before 12, and 10.3.0"),
         ("12.0", "and 12.0 is"),
     ],
@@ -341,7 +341,7 @@ def test_a_missing_or_unfit_package_is_refused_with_what_installs_it(
     monkeypatch.setitem(sys.modules, "tensorrt", version and SimpleNamespace(__version__=version))
     with pytest.raises(UserError) as refused:
         PACKAGES["tensorrt"].load()
-    assert reason in str(refused.value) and 'pip install "kvpack[tensorrt]"' in str(refused.value)
+    assert reason in str(refused.value) and "pip install 'kvpack[tensorrt]'" in str(refused.value)
 
 
 def test_a_library_that_ends_its_process_is_an_error_of_the_build(

@@ -52,7 +52,7 @@ def build(request: Mapping[str, Any], step: Step = lambda *_: None) -> dict[str,
     config.progress_monitor = monitor
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise PlanError(f"{package.modules[0]} {trt.__version__} made no plan: {log.reason()}")
+        raise PlanError(f"{package.name} {trt.__version__} made no plan: {log.reason()}")
     size = Path(request["plan"]).write_bytes(plan)
     if request["timing_cache"]:
         _store(request["timing_cache"], config.get_timing_cache().serialize())

@@ -61,7 +61,7 @@ def make(folder: Path, config: dict[str, Any], backend: str, options: PlanOption
     result = ask("build", request)
     config["target"] = {
         "backend": backend,
-        "versions": {**config["target"]["versions"], package.modules[0]: result["version"]},
+        "versions": {**config["target"]["versions"], package.name: result["version"]},
         "sm": sm,
         "plan": PLAN,
         "plugins": PLUGINS if library else None,
