@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,13 @@ class TensorSpec:
     def carrier(self) -> np.dtype:
         """The numpy dtype in which hosts hold the tensor."""
         return np.dtype(CARRIERS.get(self.dtype, self.dtype))
+
+    def agrees(self, dtype: str | None, shape: Sequence[Any]) -> bool:
+        """Whether a graph's tensor is such a one. shape: its sizes; what is no number, or negative, is not fixed."""
+        if dtype != self.dtype or len(shape) != len(self.shape):
+            return False
+        pairs = zip(self.shape, shape, strict=True)
+        return all(dim in (size, "vocab") for dim, size in pairs if isinstance(size, int) and size >= 0)
 
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape with every symbol replaced by its size."""

@@ -24,6 +24,7 @@ from plugins.contract import (
     dense_bytes,
 )
 from plugins.errors import UserError
+from plugins.files import write_whole
 from plugins.geometry import Geometry
 
 FORMAT = 2
@@ -116,9 +117,7 @@ def write_config(folder: str | Path, config: Mapping[str, Any], names: Iterable[
     files = {name: {"sha256": _sha256(path), "bytes": path.stat().st_size} for name, path in paths.items()}
     written = {**config, "files": files}
     written["digest"] = digest_of(written)
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "config.json")
+    write_whole(folder / "config.json", json.dumps(written, indent=1) + "\n")
     return written
 
 

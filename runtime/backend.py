@@ -35,6 +35,11 @@ class RunError(Exception):
         self.interrupted = interrupted
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of what a library's exception says, or its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Backend(Protocol):
     """A loaded graph. Shared by the sessions of an engine, from any thread.
 
@@ -82,11 +87,16 @@ class Steps(Protocol):
         """Let go of everything that refers to the state."""
 
 
+def is_plan(artefact: Artefact) -> bool:
+    """Whether the engine is a TensorRT plan."""
+    return artefact.config["target"].get("backend") in TENSORRT
+
+
 def provider_for(artefacts: Sequence[Artefact], provider: str | None) -> str:
     """Where these engines run: what was asked for, else CUDA if one of them needs it. Raises UserError."""
     if provider not in (None, *PROVIDERS):
         raise UserError(f"unknown provider {provider!r}: use {' or '.join(PROVIDERS)}.")
-    plans = [artefact for artefact in artefacts if artefact.config["target"].get("backend") in TENSORRT]
+    plans = [artefact for artefact in artefacts if is_plan(artefact)]
     if plans and provider == "cpu":
         backend = plans[0].config["target"]["backend"]
         raise UserError(
@@ -100,7 +110,7 @@ def open_backend(
     artefact: Artefact, provider: str, threads: int | None, library: str | Path | bool | None, cuda_graphs: bool
 ) -> Backend:
     """Load the artefact's graph; the arguments are those of `Engine.open`. Raises UserError."""
-    if artefact.config["target"].get("backend") in TENSORRT:
+    if is_plan(artefact):
         from runtime import tensorrt
 
         if threads is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ import numpy as np
 
 from plugins.cache import cache_folder
 from plugins.contract import GROWTH
+from plugins.files import write_whole
 from runtime.artefact import Artefact
 from runtime.backend import RunError
 from runtime.device import Streams
@@ -142,13 +142,10 @@ class KernelCache:
         """Write it, if there is anything new in it. Where that fails the next process compiles again."""
         memory = self.cache.serialize()
         data = b"" if memory is None else bytes(memory)
-        partial = self.path.with_suffix(f".{os.getpid()}")
         try:
             if not data or (self.path.is_file() and self.path.read_bytes() == data):
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(self.path)
+            write_whole(self.path, data)
         except OSError as error:
             log.warning("the kernels of %s are not kept: %s", self.path, error)
-            partial.unlink(missing_ok=True)

@@ -89,6 +89,11 @@ def side_by_side(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tup
     return offsets, end
 
 
+def put(host: np.ndarray, offset: int, array: np.ndarray) -> None:
+    """Write the array's bytes to host memory, uint8, from `offset` on."""
+    host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
 class Block:
     """Device memory, zeros at first, and pinned host memory of the same size through which it is written and read."""
 
@@ -103,7 +108,7 @@ class Block:
     def upload(self, arrays: Mapping[int, np.ndarray]) -> None:
         """Write arrays at these offsets."""
         for offset, array in arrays.items():
-            self.host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            put(self.host, offset, array)
         self.memory.upload(self.address, self.host)
 
     def download(self) -> np.ndarray:
@@ -112,10 +117,8 @@ class Block:
         return self.host
 
 
-class Device:
-    """The first CUDA device. Allocations live in its primary context, which ONNX Runtime and TensorRT use too."""
-
-    provider = "cuda"
+class Driver:
+    """The driver's library and its first CUDA device, of which nothing is used yet."""
 
     def __init__(self) -> None:
         """Raises UserError when there is no driver or no device."""
@@ -123,9 +126,39 @@ class Device:
             self._driver = ctypes.CDLL(LIBRARY)
         except OSError:
             raise UserError(f"there is no {LIBRARY}: install NVIDIA's driver, or use --provider cpu.") from None
-        self._device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._device = ctypes.c_int()
         self._call("cuInit", ctypes.c_uint(0))
         self._call("cuDeviceGet", ctypes.byref(self._device), ctypes.c_int(0))
+
+    def capability(self) -> str:
+        """ "8.9": the compute capability."""
+        parts = []
+        for attribute in (MAJOR, MINOR):
+            value = ctypes.c_int()
+            self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), self._device)
+            parts.append(str(value.value))
+        return ".".join(parts)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._driver, name)(*arguments)
+        if status == OUT_OF_MEMORY:
+            raise MemoryError("the GPU is out of memory")
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+            reason = text.value.decode() if text.value else f"error {status}"
+            raise UserError(f"the GPU cannot be used ({name}: {reason}): check nvidia-smi, or use --provider cpu.")
+
+
+class Device(Driver):
+    """The first CUDA device. Allocations live in its primary context, which ONNX Runtime and TensorRT use too."""
+
+    provider = "cuda"
+
+    def __init__(self) -> None:
+        """Raises UserError when there is no driver or no device."""
+        super().__init__()
+        self._context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)  # goes with the process
 
     def allocate(self, nbytes: int) -> int:
@@ -179,14 +212,6 @@ class Device:
         self._here("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
-    def capability(self) -> str:
-        parts = []
-        for attribute in (MAJOR, MINOR):
-            value = ctypes.c_int()
-            self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), self._device)
-            parts.append(str(value.value))
-        return ".".join(parts)
-
     def stream(self) -> int:
         stream = ctypes.c_void_p()
         self._here("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
@@ -224,16 +249,6 @@ class Device:
     def _here(self, name: str, *arguments: object) -> None:
         self._call("cuCtxSetCurrent", self._context)  # of the calling thread
         self._call(name, *arguments)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._driver, name)(*arguments)
-        if status == OUT_OF_MEMORY:
-            raise MemoryError("the GPU is out of memory")
-        if status:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
-            reason = text.value.decode() if text.value else f"error {status}"
-            raise UserError(f"the GPU cannot be used ({name}: {reason}): check nvidia-smi, or use --provider cpu.")
 
 
 _devices: list[Device] = []

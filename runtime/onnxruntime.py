@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plugins.contract import HOST_INPUTS, ONNX_TYPES, TensorSpec
+from plugins.contract import HOST_INPUTS, ONNX_TYPES
 from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
-from runtime.backend import Answer, Feeds, RunError
+from runtime.backend import Answer, Feeds, RunError, reason_of
 from runtime.external import check_external_data
-from runtime.replay import Kind, Numbers, Recorded, Replays, is_decode
+from runtime.replay import Capturing, Kind, Numbers, Recorded
 
 if TYPE_CHECKING:
     from runtime.device import Memory
@@ -45,6 +45,7 @@ class OnnxRuntime:
     name = "ONNX Runtime"
     sequences = None
     workspace = 0  # its arena is its own secret
+    follow = False  # see `runtime.replay.Replays`
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class OnnxRuntime:
         self.inference = None
 
 
-class OnnxSteps:
+class OnnxSteps(Capturing):
     """A `runtime.backend.Steps`: an IOBinding of the state, and captured steps beside."""
 
     def __init__(self, backend: OnnxRuntime, state: State) -> None:
@@ -90,7 +91,6 @@ class OnnxSteps:
         self._logits = next(spec.name for spec in backend.artefact.outputs if spec.role == "logits")
         self._binding: Any = None
         self._loads = 0  # backend.loads when the state was bound
-        self._replays: Replays | None = None
         self._options: Any = None  # RunOptions of the step in progress
 
     def fitting(self, capacity: int) -> int:
@@ -117,7 +117,7 @@ class OnnxSteps:
     def _run(self, feeds: Feeds, watch: bool) -> Answer:
         if self._loads != self.backend.loads:
             self.moved()
-        recorded = None if watch else self._recorded(feeds)
+        recorded = None if watch else self._recorded(feeds, self._bind)
         logits = None if recorded is None else self._replayed(recorded, feeds)
         return self._plain_run(feeds, watch) if logits is None else (logits, {})
 
@@ -126,18 +126,6 @@ class OnnxSteps:
         binding = self.backend.inference.io_binding()
         self.state.bind(binding)
         return binding
-
-    def _recorded(self, feeds: Feeds) -> Recorded | None:
-        """The captured step, or the one to capture now, that does what these feeds ask; None: there is none."""
-        backend, state = self.backend, self.state
-        if backend.graphs is None or not is_decode(feeds):
-            return None
-        try:
-            if self._replays is None:
-                self._replays = Replays(backend.artefact, state.batch, state.capacity, backend.memory, backend.graphs)
-        except MemoryError:  # it goes without
-            return None
-        return self._replays.step(self._replays.kind(feeds), self._bind)
 
     def _bind(self, kind: Kind, number: int) -> Recorded:
         """A step of a kind, not captured yet, with everything bound to where it stays."""
@@ -169,7 +157,7 @@ class OnnxSteps:
         try:
             self.backend.inference.run_with_iobinding(step.binding, options)  # an interrupt would spoil the capture
         except Exception as error:  # onnxruntime's exceptions share no base class but this one
-            self.backend.give_up_graphs(_reason(error))
+            self.backend.give_up_graphs(reason_of(error))
             self.moved()
             return None
         step.captured = True
@@ -206,13 +194,9 @@ class OnnxSteps:
         try:
             self.backend.inference.run_with_iobinding(binding, options)
         except Exception as error:  # onnxruntime's exceptions share no base class but this one
-            raise RunError(_reason(error), interrupted=options.terminate) from error
+            raise RunError(reason_of(error), interrupted=options.terminate) from error
         finally:
             self._options = None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def open_model(
@@ -291,8 +275,8 @@ def _load(
             options.register_custom_ops_library(str(library))
         inference = ort.InferenceSession(path, options, providers=[(PROVIDERS[provider], settings)])
     except Exception as error:  # onnxruntime's exceptions share no base class but this one
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"ONNX Runtime {ort.__version__} cannot load {path} ({reason}): {REBUILD}.") from error
+        told = reason_of(error)
+        raise UserError(f"ONNX Runtime {ort.__version__} cannot load {path} ({told}): {REBUILD}.") from error
     if PROVIDERS[provider] not in inference.get_providers():  # a missing CUDA library makes ONNX Runtime fall back
         raise UserError(
             f"ONNX Runtime could not start its {provider} provider: install its libraries or use --provider cpu."
@@ -302,17 +286,9 @@ def _load(
         if wrong := set(specs) ^ set(nodes):
             raise UserError(f"{path} and config.json disagree about the tensor {min(wrong)!r}: {REBUILD}.")
         for name, spec in specs.items():
-            if not _agree(spec, nodes[name]):
+            if not spec.agrees(ORT_TYPES.get(nodes[name].type), nodes[name].shape):
                 raise UserError(
                     f"{path} has {name!r} as {nodes[name].type} {nodes[name].shape} and config.json as {spec.dtype} "
                     f"{list(spec.shape)}: {REBUILD}."
                 )
     return inference
-
-
-def _agree(spec: TensorSpec, node: Any) -> bool:
-    """Whether dtype, rank and fixed sizes of a graph tensor are what the contract says."""
-    if ORT_TYPES.get(node.type) != spec.dtype or len(node.shape) != len(spec.shape):
-        return False
-    fixed = [(dim, size) for dim, size in zip(spec.shape, node.shape, strict=True) if isinstance(size, int)]
-    return all(dim in (size, "vocab") for dim, size in fixed)

@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plugins.contract import TensorSpec
 from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
 from runtime.device import Streams, device
@@ -237,16 +236,10 @@ def _check_contract(artefact: Artefact, path: Path, plan: Any) -> None:
                 raise UserError(f"{path} and config.json disagree about the tensor {spec.name!r}: {REBUILD}.")
             there.remove(spec.name)
             dtype, shape = plan.get_tensor_dtype(spec.name).name, tuple(plan.get_tensor_shape(spec.name))
-            if plan.get_tensor_mode(spec.name).name != mode or not _agree(spec, dtype, shape):
+            if plan.get_tensor_mode(spec.name).name != mode or not spec.agrees(DTYPES.get(dtype), shape):
                 raise UserError(
                     f"{path} has {spec.name!r} as {DTYPES.get(dtype, dtype)} {list(shape)} and config.json as "
                     f"{spec.dtype} {list(spec.shape)}: {REBUILD}."
                 )
     if there:
         raise UserError(f"{path} and config.json disagree about the tensor {min(there)!r}: {REBUILD}.")
-
-
-def _agree(spec: TensorSpec, dtype: str, shape: tuple[int, ...]) -> bool:
-    if DTYPES.get(dtype) != spec.dtype or len(shape) != len(spec.shape):
-        return False
-    return all(dim in (size, "vocab") for dim, size in zip(spec.shape, shape, strict=True) if size >= 0)

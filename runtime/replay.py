@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from plugins.contract import HOST_INPUTS
 from plugins.geometry import SELECT_STEP
 from runtime.artefact import Artefact
 from runtime.device import Block, Memory, side_by_side
+
+if TYPE_CHECKING:
+    from runtime.state import State
 
 CAPTURE_AFTER = 2  # steps of a kind that run as they are: short generations are not worth a capture
 GRAPHS = 256  # captured in all by one engine, which never forgets one
@@ -155,3 +158,28 @@ class Replays:
     def answer(self) -> np.ndarray:
         """The logits of the step that ran, float32 [B, 1, V]."""
         return self.logits.download().view(np.float32).reshape(self.logits_shape).copy()
+
+
+class Capturing:
+    """The part of a `runtime.backend.Steps` that finds the captured decode step."""
+
+    backend: Any  # with artefact, memory, graphs (Numbers, or None: capture nothing) and follow
+    state: State
+    _replays: Replays | None = None  # none before a step asks for them, or after the state moved
+
+    def _recorded(self, feeds: Mapping[str, np.ndarray], bind: Callable[[Kind, int], Recorded]) -> Recorded | None:
+        """The captured step, or the one to capture now, that does what these feeds ask; None: there is none.
+
+        bind: see `Replays.step`.
+        """
+        backend, state = self.backend, self.state
+        if backend.graphs is None or not is_decode(feeds):
+            return None
+        try:
+            if self._replays is None:
+                self._replays = Replays(
+                    backend.artefact, state.batch, state.capacity, backend.memory, backend.graphs, backend.follow
+                )
+            return self._replays.step(self._replays.kind(feeds, state.side), bind)
+        except MemoryError:  # it goes without
+            return None

@@ -19,11 +19,11 @@ import numpy as np
 from plugins.contract import capacity_for, state_sizes
 from plugins.errors import UserError
 from runtime.artefact import REBUILD, Artefact
-from runtime.backend import Answer, Feeds, RunError
+from runtime.backend import Answer, Feeds, RunError, reason_of
 from runtime.context import Context, KernelCache, Place, Room
-from runtime.device import ALIGNMENT, Block, side_by_side
+from runtime.device import ALIGNMENT, Block, put, side_by_side
 from runtime.plan import Loaded, Profile, load, names_of, profiles_of
-from runtime.replay import Kind, Numbers, Recorded, Replays, is_decode
+from runtime.replay import Capturing, Kind, Numbers, Recorded
 
 if TYPE_CHECKING:
     from runtime.state import State
@@ -137,7 +137,7 @@ class Captured:
     free: Any = None  # the graph's finalizer
 
 
-class PlanSteps:
+class PlanSteps(Capturing):
     """A `runtime.backend.Steps`."""
 
     def __init__(self, backend: TensorRT, state: State) -> None:
@@ -148,7 +148,6 @@ class PlanSteps:
         self._logits = next(spec.name for spec in artefact.outputs if spec.role == "logits")
         self._binding = object()
         self._held: tuple[int, list[Profile]] = (-1, [])  # a capacity, and the profiles that hold such a state
-        self._replays: Replays | None = None
         self._running = threading.Event()
         self._stop = threading.Event()
         if not backend.fewest <= state.batch <= backend.sequences:
@@ -236,7 +235,11 @@ class PlanSteps:
         raise self.backend.no_profile({**shapes, **self._state_shapes(self.state.capacity)}, values)
 
     def _run(self, feeds: Feeds, profile: Profile, watch: bool) -> Answer:
-        recorded = None if watch else self._recorded(feeds)
+        try:
+            recorded = None if watch else self._recorded(feeds, self._record)
+        except (RunError, UserError) as error:
+            self.backend.give_up_graphs(str(error))
+            recorded = None
         logits = None if recorded is None else self._replayed(recorded, feeds)
         return self._plain_run(feeds, profile, watch) if logits is None else (logits, {})
 
@@ -249,7 +252,7 @@ class PlanSteps:
         backend.inputs.reserve(end)
         host = backend.inputs.host[:end]
         for role, offset in offsets.items():
-            _put(host, offset, feeds[role])
+            put(host, offset, feeds[role])
         backend.memory.upload(backend.inputs.address, host)
         inputs, values = {}, {}
         for role, name in self._names.items():
@@ -279,23 +282,6 @@ class PlanSteps:
         found = {self._logits: (np.dtype(np.float32), (*picks, artefact.vocab_size))}
         rows = (np.dtype(np.int32), (self.state.batch, width))
         return found | {name: rows for name in artefact.selected.values()}
-
-    def _recorded(self, feeds: Feeds) -> Recorded | None:
-        """The captured step, or the one to capture now, that does what these feeds ask; None: there is none."""
-        backend, state = self.backend, self.state
-        if backend.graphs is None or not is_decode(feeds):
-            return None
-        try:
-            if self._replays is None:
-                self._replays = Replays(
-                    backend.artefact, state.batch, state.capacity, backend.memory, backend.graphs, backend.follow
-                )
-            return self._replays.step(self._replays.kind(feeds, state.side), self._record)
-        except MemoryError:  # it goes without
-            return None
-        except (RunError, UserError) as error:
-            backend.give_up_graphs(str(error))
-            return None
 
     def _record(self, kind: Kind, number: int) -> Recorded:
         """A step of a kind, not captured yet, with everything where it stays."""
@@ -344,7 +330,7 @@ class PlanSteps:
             self._capture(step, own)
         except Exception as error:  # of the driver or of TensorRT, which may want memory for one more context
             backend.logger.told()
-            backend.give_up_graphs((str(error).strip().splitlines() or [type(error).__name__])[0])
+            backend.give_up_graphs(reason_of(error))
         return answer  # without one the step runs anew: it writes no row that it reads
 
     def _capture(self, step: Recorded, own: Captured) -> None:
@@ -362,7 +348,3 @@ class PlanSteps:
 def open_plan(artefact: Artefact, library: str | Path | bool | None, cuda_graphs: bool) -> TensorRT:
     """Load the artefact's plan; library and cuda_graphs as for `Engine.open`. Raises UserError."""
     return TensorRT(artefact, load(artefact, library), cuda_graphs)
-
-
-def _put(host: np.ndarray, offset: int, array: np.ndarray) -> None:
-    host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -171,13 +171,6 @@ def size(engine: Engine, tokens: int) -> int:
 def test_sixteen_streams_at_a_time_get_what_a_session_alone_gives(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting = threading.Barrier(16)
-    prefill = Session.prefill
-
-    def together(session: Session, tokens: list[int]) -> Any:  # nobody's generation begins before everybody's
-        meeting.wait(PATIENCE)
-        return prefill(session, tokens)
-
     asked = [
         {"prompt": f"Question {n} " * (n + 1), "max_tokens": 20 + 3 * n, "temperature": 20.0 + n}
         | {"top_p": 0.9, "seed": n}
@@ -185,7 +178,7 @@ def test_sixteen_streams_at_a_time_get_what_a_session_alone_gives(
     ]
     with serving(folder, running=16) as service:
         with monkeypatch.context() as patch, ThreadPoolExecutor(16) as clients:
-            patch.setattr(Session, "prefill", together)
+            tiny.prefill_together(patch, 16, PATIENCE)
             answers = list(clients.map(lambda body: service.stream("/v1/completions", **body), asked))
         for body, events in zip(asked, answers, strict=True):
             expected = answer_to(service.engine, body)
@@ -309,15 +302,7 @@ def test_clients_that_leave_end_their_generation_and_nothing_else(
 
 
 def test_a_client_that_leaves_during_a_step_interrupts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, pressed = threading.Event(), threading.Event()
-
-    def endless(session: Session, tokens: list[int]) -> Any:
-        inside.set()
-        assert pressed.wait(PATIENCE)
-        raise StepFailed("interrupted")
-
-    monkeypatch.setattr(Session, "prefill", endless)
-    monkeypatch.setattr(Session, "interrupt", lambda session: inside.is_set() and pressed.set())
+    inside, pressed = tiny.endless_prefill(monkeypatch, PATIENCE)
     with serving(folder) as service:
         connection = service.connect("/v1/completions", {"prompt": "x", "stream": True})
         assert inside.wait(PATIENCE)

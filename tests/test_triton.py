@@ -25,7 +25,6 @@ from triton_backend import PATIENCE, Backend, InferenceResponse, Sender, TritonE
 
 from plugins.contract import bytes_at
 from runtime import Engine, SamplingParams, Session, Token
-from runtime.session import StepFailed
 
 REPOSITORY = Path(__file__).parent.parent / "examples" / "triton"
 LONG = 1 << 20  # tokens that no test would see the end of
@@ -111,13 +110,6 @@ def test_the_configuration_is_one_that_triton_knows() -> None:
 def test_parallel_requests_stream_what_a_session_alone_gives(
     start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meeting = threading.Barrier(16)
-    prefill = Session.prefill
-
-    def together(session: Session, tokens: list[int]) -> Any:  # nobody's generation begins before everybody's
-        meeting.wait(PATIENCE)
-        return prefill(session, tokens)
-
     model, backend = start()
     asked = [
         {"text_input": f"Question {n} " * (n + 1), "max_tokens": 20 + 3 * n, "temperature": 20.0 + n}
@@ -125,7 +117,7 @@ def test_parallel_requests_stream_what_a_session_alone_gives(
         for n in range(16)
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "prefill", together)
+        tiny.prefill_together(patch, 16, PATIENCE)
         requests, senders = zip(*(backend.request(**values, stream=True) for values in asked), strict=True)
         model.execute(list(requests))
         answers = [answer(sender) for sender in senders]
@@ -168,15 +160,7 @@ def test_cancelled_requests_end_at_once_and_nothing_else_does(
     assert code == TritonError.CANCELLED and 4 <= len(gone.responses) < LONG / 2
     assert ids(answer(stays)) == [token.id for token in alone(folder, "stays", max_tokens=300)]
 
-    inside, pressed = threading.Event(), threading.Event()
-
-    def endless(session: Session, tokens: list[int]) -> Any:
-        inside.set()
-        assert pressed.wait(PATIENCE)
-        raise StepFailed("interrupted")
-
-    monkeypatch.setattr(Session, "prefill", endless)
-    monkeypatch.setattr(Session, "interrupt", lambda session: pressed.set())
+    inside, _ = tiny.endless_prefill(monkeypatch, PATIENCE)
     gone = send(model, backend, text_input="x")
     assert inside.wait(PATIENCE)
     gone.cancelled.set()  # in the middle of a step

@@ -10,17 +10,20 @@ with a stride, every stride-th code row is read from a third state. With a selec
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from onnx import numpy_helper, parser
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from plugins.contract import HOST_INPUTS, OPTIONAL_OUTPUTS, TensorSpec
 from plugins.geometry import Geometry
 from runtime.artefact import write_config
+from runtime.session import Session, StepFailed
 
 WIDTH = 8
 TEMPLATE = (
@@ -369,3 +372,28 @@ def decode_all(session: Any, tokens: list[int], start: int) -> None:
     expected = reference(tokens)
     for position in range(start, len(tokens)):
         np.testing.assert_array_equal(session.decode([tokens[position]])[0], expected[position])
+
+
+def endless_prefill(monkeypatch: pytest.MonkeyPatch, patience: float) -> tuple[threading.Event, threading.Event]:
+    """From now on a prefill ends by an interrupt alone, as failed. Returns what is set by its begin, and by its end."""
+    inside, pressed = threading.Event(), threading.Event()
+
+    def endless(session: Session, tokens: list[int]) -> Any:
+        inside.set()
+        assert pressed.wait(patience)
+        raise StepFailed("interrupted")
+
+    monkeypatch.setattr(Session, "prefill", endless)
+    monkeypatch.setattr(Session, "interrupt", lambda session: inside.is_set() and pressed.set())
+    return inside, pressed
+
+
+def prefill_together(monkeypatch: pytest.MonkeyPatch, number: int, patience: float) -> None:
+    """From now on prefills begin by the `number`: nobody's generation begins before everybody's."""
+    meeting, prefill = threading.Barrier(number), Session.prefill
+
+    def together(session: Session, tokens: list[int]) -> Any:
+        meeting.wait(patience)
+        return prefill(session, tokens)
+
+    monkeypatch.setattr(Session, "prefill", together)

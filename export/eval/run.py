@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from calib.fit import bars
 from calib.texts import Text, read_texts
 from plugins.errors import UserError
+from plugins.files import write_whole
 
 from .score import cells, measure
 from .subjects import Simulation, Subject, count_bytes, engine_logits, open_subjects
@@ -76,9 +77,7 @@ def evaluate(
     for subject in subjects:
         found = [done[_key(subject, case)] for case in plan]
         evaluation["cells"] += cells(plan, found, subject.label, tasks)
-    partial = out / f"{EVALUATION}.partial"
-    partial.write_text(json.dumps(evaluation, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out / EVALUATION)
+    write_whole(out / EVALUATION, json.dumps(evaluation, indent=1) + "\n")
     return evaluation
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plugins.errors import UserError
+from plugins.files import write_whole
 
 from . import bench_figures, ink, quality_figures
-from .files import write_whole
 from .view import View, views
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from markupsafe import Markup
 from rich.progress import track
 
 from plugins.errors import UserError
+from plugins.files import write_whole
 
 from . import tables
 from .comparison import verdicts
 from .console import console
 from .drawings import Drawing, drawings
-from .files import write_whole
 from .view import View, views
 
 FORMAT = 1

@@ -11,6 +11,7 @@ from typing import Any
 
 from plugins.contract import TensorSpec
 from plugins.errors import UserError
+from plugins.files import write_whole
 from plugins.geometry import Geometry
 from runtime.plan import DTYPES
 
@@ -55,7 +56,9 @@ def build(request: Mapping[str, Any], step: Step = lambda *_: None) -> dict[str,
         raise PlanError(f"{package.name} {trt.__version__} made no plan: {log.reason()}")
     size = Path(request["plan"]).write_bytes(plan)
     if request["timing_cache"]:
-        _store(request["timing_cache"], config.get_timing_cache().serialize())
+        kept = Path(request["timing_cache"])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, config.get_timing_cache().serialize())  # at once: other builds may read it
     found = layers.parse(log.description)
     aliases = {spec.name: spec.alias for spec in specs if spec.alias}
     return {
@@ -225,11 +228,3 @@ def _monitor(trt: ModuleType, step: Step) -> Any:
                 step(name, self.totals.pop(name, 0), 0)
 
     return Monitor()
-
-
-def _store(path: str, data: Any) -> None:
-    """Replace a file at once: other builds may read it."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(f"{path}.{threading.get_native_id()}")
-    partial.write_bytes(data)
-    partial.replace(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from plugins.contract import CAPACITY_STEP, TensorSpec, state_sizes
 from plugins.errors import UserError
 from plugins.geometry import Geometry
 from plugins.native import library as native
+from runtime.device import Driver
 
 from .packages import PACKAGES
 
@@ -183,14 +183,6 @@ def shapes(spec: TensorSpec, sizes: Mapping[str, Range]) -> list[list[int]]:
 def own_capability() -> str | None:
     """Compute capability of this machine's first GPU, "8.9"; None where there is no driver or no GPU."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        return Driver().capability()
+    except (UserError, MemoryError):
         return None
-    device, part, parts = ctypes.c_int(), ctypes.c_int(), []
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-        if driver.cuDeviceGetAttribute(ctypes.byref(part), attribute, device):
-            return None
-        parts.append(str(part.value))
-    return ".".join(parts)

@@ -11,7 +11,7 @@ import numpy as np
 
 from plugins.errors import UserError
 from runtime.artefact import Artefact, state_bytes
-from runtime.backend import TENSORRT, provider_for
+from runtime.backend import is_plan, provider_for
 from runtime.bench.memory import GIB, Limit, give_back, held_bytes, untouched_bytes
 from runtime.bench.process import TIDY, OutOfMemory, asked, engine_of, measure, progress
 from runtime.bench.report import document, entries, opened
@@ -131,7 +131,7 @@ def _search(
 
 def reach(artefact: Artefact) -> int:
     """Tokens that no search goes beyond: the profiles of a plan end at the engine's own limit."""
-    return artefact.max_length if artefact.config["target"].get("backend") in TENSORRT else LONGEST
+    return artefact.max_length if is_plan(artefact) else LONGEST
 
 
 def longest_planned(artefact: Artefact, room: int) -> int:
